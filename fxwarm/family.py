@@ -1,0 +1,146 @@
+"""What a kernel family is, and which ones there are.
+
+A family is one room for one library: it recognises the library's calls in a graph, knows which kernels a call can
+need, and makes them resident. Three sources, the later wins: built in, the entry point group ``fxwarm.families``
+(name -> class or instance), and ``register()``. Families are loaded at first use, kernel libraries later still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any, Protocol, runtime_checkable
+
+from fxwarm import exc
+from fxwarm.records import Built, Library, Loaded, Planned, Target, Tuned
+from passes.records import Gap, KernelCall
+
+Bind = Callable[[KernelCall], "dict[str, Any] | None"]
+"""Gives the live tensors behind a witness (the weights it was collected with), by argument name, where known."""
+
+
+@runtime_checkable
+class KernelFamily(Protocol):
+    """What every family must have. Optional powers, looked up by name: ``record``, ``build``, ``tune``, ``verify``.
+
+    ``record(calls, target, library) -> Iterable[Planned | Gap]``
+        Exact: ask the library itself, in a process of its own.
+    ``build(planned, target, jobs) -> Iterable[Built]``
+        Put kernels into the library's disk cache, in parallel, launching nothing. Yields as they finish.
+    ``tune(planned, bind) -> Iterable[Tuned]``
+        For autotuned libraries: fill the tuning table.
+    ``verify(planned) -> list[Gap]``
+        After the fact: did the library ask for anything that was not planned?
+    ``cached(planned) -> list[Path]``
+        The files of the library's cache that hold these kernels, for the receipt.
+    """
+
+    name: str
+    distributions: tuple[str, ...]
+    """Distributions that provide the library, in order of preference."""
+
+    def match(self, op: Any) -> Iterable[KernelCall | Gap]:
+        """Return the calls of this library that ``op`` (a ``passes.flatten.OpCall``) makes; pure. Empty: not mine."""
+        ...
+
+    def library(self, wanted: Mapping[str, str]) -> Library:
+        """Return the build to plan for: the one named in ``wanted``, else the installed one, else the newest known.
+
+        Imports nothing heavy. Raises LibraryError for a named version that is unknown.
+        """
+        ...
+
+    def keys(
+        self, calls: Sequence[KernelCall], target: Target, library: Library
+    ) -> Iterable[Planned | Gap]:
+        """Return each kernel that ``calls`` can need, modelled: pure, no library imported, no device touched."""
+        ...
+
+    def missing(self, planned: Sequence[Planned], target: Target) -> list[Planned]:
+        """Return those that the library's own disk cache lacks, or holds damaged."""
+        ...
+
+    def load(self, planned: Sequence[Planned], target: Target, bind: Bind) -> Iterable[Loaded]:
+        """Make each kernel resident on the current device: one launch of its witness. Yields as they load."""
+        ...
+
+
+_REQUIRED = ("name", "distributions", "match", "library", "keys", "missing", "load")
+_GROUP = "fxwarm.families"
+_lock = threading.RLock()
+_registered: dict[str, KernelFamily] = {}
+_found: dict[str, KernelFamily] | None = None
+
+
+def check(family: object) -> KernelFamily:
+    """Return ``family`` if it has all that a family needs. Raises FamilyError that lists what it lacks."""
+    family = family() if isinstance(family, type) else family
+    lacking = [name for name in _REQUIRED if not hasattr(family, name)]
+    if lacking:
+        raise exc.FamilyError(
+            f"{family!r} is no KernelFamily: it lacks {', '.join(lacking)}; see fxwarm.family.KernelFamily"
+        )
+    return family  # type: ignore[return-value]
+
+
+def register(family: object, *, replace: bool = False) -> None:
+    """Add a family (an instance or a class without arguments) to this process.
+
+    Raises FamilyError if another family has its name and ``replace`` is not set. The same object twice is harmless.
+    """
+    checked = check(family)
+    with _lock:
+        known = load_families().get(checked.name)
+        if known is not None and type(known) is not type(checked) and not replace:
+            raise exc.FamilyError(
+                f"two families are named {checked.name!r}: {known!r} and {checked!r}; "
+                "rename one, or pass replace=True"
+            )
+        _registered[checked.name] = checked
+
+
+def unregister(name: str) -> None:
+    """Take back ``register``. Families from entry points stay."""
+    with _lock:
+        _registered.pop(name, None)
+
+
+def load_families() -> dict[str, KernelFamily]:
+    """Return every family by name, loading entry points on the first call."""
+    global _found
+    with _lock:
+        if _found is None:
+            found: dict[str, KernelFamily] = {}
+            for entry in metadata.entry_points(group=_GROUP):
+                family = check(entry.load())
+                known = found.get(family.name)
+                if known is not None and type(known) is not type(family):
+                    raise exc.FamilyError(
+                        f"two families are named {family.name!r}: {known!r} and {family!r}; uninstall one"
+                    )
+                found[family.name] = family
+            _found = found
+        return {**_found, **_registered}
+
+
+def get_family(name: str) -> KernelFamily:
+    """Return the family ``name``. Raises UnknownFamilyError with the nearest name."""
+    families = load_families()
+    if name not in families:
+        raise exc.UnknownFamilyError(f"unknown family {name!r}; {exc.did_you_mean(name, families)}")
+    return families[name]
+
+
+__all__ = [
+    "Bind",
+    "Built",
+    "KernelFamily",
+    "Loaded",
+    "Tuned",
+    "check",
+    "get_family",
+    "load_families",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,224 @@
+"""Records of what is to be warmed, for which device and libraries, and what a warmup did."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, decode
+
+
+class Target(Record, frozen=True):
+    """The device planned for: what of it enters the choice of a kernel."""
+
+    name: str
+    device: str = "cuda"
+    """"cuda" or "cpu"."""
+    arch: str = ""
+    """The compilers' name of the architecture, as in "sm_90a"; empty on a CPU."""
+    num_sms: int = 132
+    """Streaming multiprocessors. "cpu" counts 132, so that rules over SMs give their real image in tests."""
+    smem: int = 232448
+    """Shared memory that one block may use, in bytes."""
+
+    @classmethod
+    def named(cls, name: str) -> Target:
+        """Return a target by name, for a machine that need not have it.
+
+        Raises UnknownTargetError with the nearest names.
+        """
+        from fxwarm import devices
+
+        return devices.named(name)
+
+    @classmethod
+    def current(cls, device: Any = None) -> Target:
+        """Return the target of ``device``, by default the current CUDA device, or the CPU where there is none."""
+        from fxwarm import devices
+
+        return devices.current(device)
+
+
+class Library(Record, frozen=True):
+    """One build of a kernel library: what is installed, or what was named for planning."""
+
+    distribution: str
+    version: str
+    """The distribution's full version. ``module.__version__`` is no identity."""
+    installed: bool = False
+    module: str = ""
+    """The import name it was found under; empty when it is not installed."""
+    fingerprint: str = ""
+    """Digest of whatever else makes its binaries: headers, install path, compiler text, as its family sees fit."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Run-time settings that enter its kernels (``num_sms``, alignment), as text, sorted."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Environment variables that enter its kernels and are set, sorted."""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+class CompileKey(Record, frozen=True, order=True):
+    """The name of exactly one binary (or one tuned entry) of a library. Scalars only."""
+
+    family: str
+    kernel: str
+    template: tuple[str, ...] = ()
+    """What specialises the kernel, as text in the library's own order; empty where a library has none."""
+    tag: str = ""
+    """The name the library itself gives this kind of kernel (in its cache, in its logs), where it has one."""
+
+    def __str__(self) -> str:
+        return f"{self.kernel}<{', '.join(self.template)}>" if self.template else self.kernel
+
+
+class Source(Record, frozen=True):
+    """What the library asked its compiler for: enough to build the entry without the library."""
+
+    entry: str
+    """Name of the entry in the library's cache, relative to it."""
+    code: str
+    flags: tuple[str, ...] = ()
+
+
+class Planned(Record, frozen=True, eq=False):
+    """A key, the smallest call that makes the library pick it, and, once recorded, its source.
+
+    Two are equal when their keys are: a modelled and a recorded plan of the same kernel agree.
+    """
+
+    key: CompileKey
+    witness: KernelCall | None = None
+    """A static call. None for a kernel that no call of ours reaches (registered by hand)."""
+    source: Source | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Planned) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+class WarmPlan(Record, frozen=True, omit_defaults=False):
+    """Which kernels a range of calls can need on a target, with these libraries."""
+
+    target: Target
+    libraries: tuple[Library, ...] = ()
+    planned: tuple[Planned, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    reference: tuple[str, ...] = ()
+    """Ops that run as reference implementations on this target: nothing to warm, and no gap."""
+    shapes: ShapeSet = ShapeSet()
+    """What the plan was made from."""
+    graph_key: str = ""
+    """torch.compile's cache key of the graph, or a digest where torch gives none; empty for a plan of several."""
+    kind: str = "fxwarm.WarmPlan"
+    schema: int = SCHEMA
+
+    @property
+    def keys(self) -> tuple[CompileKey, ...]:
+        """The planned keys, each once."""
+        return tuple(p.key for p in self.planned)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the plan covers all that the graph can ask for."""
+        return not self.gaps
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; ``from_json`` reads it back to an equal plan."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WarmPlan:
+        """Read a plan that ``to_json`` wrote. Raises ValueError as ``ShapeSet.from_json`` does."""
+        return decode(text, cls)
+
+
+class Built(Record, frozen=True):
+    """One kernel that was put into the library's cache, or could not be."""
+
+    key: CompileKey
+    seconds: float = 0.0
+    bytes: int = 0
+    """Size of the binary."""
+    error: str = ""
+    """The compiler's own words; empty on success."""
+
+
+class Loaded(Record, frozen=True):
+    """One kernel that was made resident, or could not be."""
+
+    key: CompileKey
+    seconds: float = 0.0
+    error: str = ""
+
+
+class Tuned(Record, frozen=True):
+    """One entry of a tuning table that was measured, found, or could not be."""
+
+    key: CompileKey
+    seconds: float = 0.0
+    found: bool = False
+    """Whether it was read from a stored table instead of measured."""
+    error: str = ""
+
+
+class WarmReport(Record, frozen=True, omit_defaults=False):
+    """What one warmup built, found, loaded, tuned and missed."""
+
+    plan_key: str
+    target: Target
+    libraries: tuple[Library, ...] = ()
+    built: tuple[Built, ...] = ()
+    found: tuple[CompileKey, ...] = ()
+    """Kernels that the library's cache already held."""
+    loaded: tuple[Loaded, ...] = ()
+    tuned: tuple[Tuned, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    reference: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    """Libraries that the plan names and this machine lacks."""
+    skipped: str = ""
+    """Why nothing was done, where nothing was (switched off, already warm)."""
+    seconds: float = 0.0
+    build_seconds: float = 0.0
+    """Wall time of the builds, part of it hidden behind Inductor's own compile."""
+    peak_bytes: int = 0
+    """Device memory at the highest point of the warmup above what was there before."""
+    kept_bytes: int = 0
+    """Device memory that is still held after it: the libraries' own workspaces."""
+    kind: str = "fxwarm.WarmReport"
+    schema: int = SCHEMA
+
+    @property
+    def failed(self) -> tuple[Built | Loaded | Tuned, ...]:
+        """What was tried and went wrong."""
+        return tuple(x for x in (*self.built, *self.loaded, *self.tuned) if x.error)
+
+    @property
+    def status(self) -> str:
+        """``complete``, ``partial`` (something failed or is a gap), or ``off``."""
+        if self.skipped == "off":
+            return "off"
+        return "partial" if self.failed or self.gaps or self.absent else "complete"
+
+    def to_json(self) -> str:
+        """Return the report as JSON text; ``from_json`` reads it back."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WarmReport:
+        """Read a report that ``to_json`` wrote. Raises ValueError as ``ShapeSet.from_json`` does."""
+        return decode(text, cls)
+
+
+def digest(*parts: object) -> str:
+    """Return 32 hex digits that name ``parts``, records or plain JSON values: sha256 over their JSON."""
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
