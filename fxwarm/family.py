@@ -7,6 +7,7 @@ need, and makes them resident. Three sources, the later wins: built in, the entr
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -22,8 +23,16 @@ Bind = Callable[[KernelCall], "dict[str, Any] | None"]
 
 @runtime_checkable
 class KernelFamily(Protocol):
-    """What every family must have. Optional powers, looked up by name: ``record``, ``build``, ``tune``, ``verify``.
+    """What every family must have. Optional powers, looked up by name:
 
+    ``devices: tuple[str, ...]`` (default ``("cuda",)``)
+        Device types on which there is anything to warm. Elsewhere its calls run as reference implementations.
+    ``archs: tuple[str, ...]``
+        Architectures on which it was seen to work. On another one key is tried before the rest is built.
+    ``extra(target, library) -> Iterable[Planned]``
+        Kernels that no graph contains.
+    ``prepare(target, library) -> None``
+        Called as early as a trace begins: start in the background whatever takes long.
     ``record(calls, target, library) -> Iterable[Planned | Gap]``
         Exact: ask the library itself, in a process of its own.
     ``build(planned, target, jobs) -> Iterable[Built]``
@@ -68,6 +77,11 @@ class KernelFamily(Protocol):
 
 _REQUIRED = ("name", "distributions", "match", "library", "keys", "missing", "load")
 _GROUP = "fxwarm.families"
+_BUILT_IN = {
+    "deep_gemm": "fxwarm.families.deep_gemm:DeepGemm",
+    "flashinfer": "fxwarm.families.flashinfer:FlashInfer",
+    "tilelang": "fxwarm.families.tilelang:TileLang",
+}
 _lock = threading.RLock()
 _registered: dict[str, KernelFamily] = {}
 _found: dict[str, KernelFamily] | None = None
@@ -111,8 +125,10 @@ def load_families() -> dict[str, KernelFamily]:
     global _found
     with _lock:
         if _found is None:
-            found: dict[str, KernelFamily] = {}
+            found = {name: check(pkgutil.resolve_name(home)) for name, home in _BUILT_IN.items()}
             for entry in metadata.entry_points(group=_GROUP):
+                if _BUILT_IN.get(entry.name) == entry.value:
+                    continue
                 family = check(entry.load())
                 known = found.get(family.name)
                 if known is not None and type(known) is not type(family):

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, decode
+from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, Specialization, decode
+from passes.table import Table, call_text, plural, size
 
 
 class Target(Record, frozen=True):
@@ -111,6 +112,8 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
     gaps: tuple[Gap, ...] = ()
     reference: tuple[str, ...] = ()
     """Ops that run as reference implementations on this target: nothing to warm, and no gap."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know and what is no gap: drift between model and library, M in a key."""
     shapes: ShapeSet = ShapeSet()
     """What the plan was made from."""
     graph_key: str = ""
@@ -130,6 +133,28 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
 
     def __len__(self) -> int:
         return len(self.planned)
+
+    def table(self) -> Table:
+        """Return the plan as a table: a row a kernel, with its witness."""
+        rows = [
+            (p.key.family, p.key.kernel, ", ".join(p.key.template), call_text(p.witness) if p.witness else "by hand")
+            for p in self.planned
+        ]
+        libraries = ", ".join(map(str, self.libraries)) or "no library"
+        title = f"{plural(len(self), 'kernel')} for {self.target.name} ({self.target.num_sms} SMs) with {libraries}"
+        notes = [f"gap: {gap}" for gap in self.gaps] + [f"note: {note}" for note in self.notes]
+        if self.reference:
+            notes.append(f"reference implementation here: {', '.join(self.reference)}")
+        return Table(title, ("family", "kernel", "template", "smallest call"), rows, notes)
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def to_json(self) -> str:
         """Return the plan as JSON text; ``from_json`` reads it back to an equal plan."""
@@ -170,6 +195,14 @@ class Tuned(Record, frozen=True):
     error: str = ""
 
 
+class Entry(Record, frozen=True):
+    """One file of a library's cache that a plan stands on."""
+
+    path: str
+    bytes: int
+    sha256: str = ""
+
+
 class WarmReport(Record, frozen=True, omit_defaults=False):
     """What one warmup built, found, loaded, tuned and missed."""
 
@@ -185,6 +218,12 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
     reference: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     """Libraries that the plan names and this machine lacks."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know and what is no gap."""
+    specialized: tuple[Specialization, ...] = ()
+    """Sizes that the model fixed while it was traced, and the lines that did it: other sizes are traced anew."""
+    entries: tuple[Entry, ...] = ()
+    """The files that hold the kernels, with sizes and hashes: what the next start checks before it believes this."""
     skipped: str = ""
     """Why nothing was done, where nothing was (switched off, already warm)."""
     seconds: float = 0.0
@@ -208,6 +247,45 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
         if self.skipped == "off":
             return "off"
         return "partial" if self.failed or self.gaps or self.absent else "complete"
+
+    def table(self) -> Table:
+        """Return the report as a table: a row a library and step."""
+        rows = []
+        for family in dict.fromkeys(x.key.family for x in (*self.built, *self.loaded, *self.tuned)) | dict.fromkeys(
+            key.family for key in self.found
+        ):
+            for name, items in (("built", self.built), ("tuned", self.tuned), ("loaded", self.loaded)):
+                mine = [x for x in items if x.key.family == family]
+                if mine:
+                    good = [x for x in mine if not x.error]
+                    seconds, worst = sum(x.seconds for x in mine), max(x.seconds for x in mine)
+                    volume = size(sum(x.bytes for x in good if isinstance(x, Built))) if name == "built" else ""
+                    rows.append(
+                        (family, name, str(len(good)), str(len(mine) - len(good)), f"{seconds:.2f}", f"{worst:.2f}", volume)
+                    )
+            found = sum(key.family == family for key in self.found)
+            if found:
+                rows.append((family, "found", str(found), "", "", "", ""))
+        title = f"warmup {self.status} on {self.target.name} in {self.seconds:.2f} s"
+        notes = [f"failed: {x.key}: {x.error}" for x in self.failed]
+        notes += [f"gap: {gap}" for gap in self.gaps] + [f"absent: {a}" for a in self.absent]
+        notes += [f"note: {note}" for note in self.notes]
+        notes += [f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}" for s in self.specialized]
+        if self.reference:
+            notes.append(f"reference implementation here: {', '.join(self.reference)}")
+        if self.peak_bytes:
+            notes.append(f"device memory: {size(self.peak_bytes)} at the peak, {size(self.kept_bytes)} kept by the libraries")
+        columns = ("family", "step", "done>", "failed>", "sum s>", "slowest s>", "size>")
+        return Table(title, columns, rows, notes)
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def to_json(self) -> str:
         """Return the report as JSON text; ``from_json`` reads it back."""

@@ -13,6 +13,7 @@ import msgspec
 
 from passes import runs
 from passes.runs import Runs
+from passes.table import Table, call_text, plural, sizes_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,6 +217,28 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
             unknown=tuple(u for u in self.unknown if u.op not in {o.op for o in other.unknown}),
             specialized=tuple(s for s in self.specialized if s not in other.specialized),
         )
+
+    def table(self) -> Table:
+        """Return the set as a table: a row a call, then the gaps."""
+        rows = [
+            (call.family, call.op, call_text(call), sizes_text(call), str(site.count), site.place)
+            for call, site in self.items()
+        ]
+        notes = [f"gap: {gap}" for gap in self.gaps]
+        notes += [f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}" for s in self.specialized]
+        if self.unknown:
+            notes.append("custom ops that no family knows: " + ", ".join(u.op for u in self.unknown))
+        title = f"{plural(len(self), 'kernel call')}, {plural(len(self.gaps), 'gap')}"
+        return Table(title, ("family", "op", "tensors", "sizes", "nodes>", "first place"), rows, notes)
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def to_json(self) -> str:
         """Return the set as JSON text; ``from_json`` reads it back to an equal set."""

@@ -1,0 +1,83 @@
+"""The functions a user calls by hand: plan, warm, and what the backend made in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fxwarm.options import resolve
+from fxwarm.records import Target, WarmPlan, WarmReport
+from passes.records import ShapeSet
+
+
+def plan(
+    shapes: ShapeSet,
+    target: Target | None = None,
+    libraries: Mapping[str, str] | None = None,
+    **options: Any,
+) -> WarmPlan:
+    """Return every kernel that ``shapes`` can need on ``target`` (by default this machine's device).
+
+    ``libraries`` names builds to plan for, ``{"sgl-deep-gemm": "0.1.2"}``: a distribution and its full version. The
+    default is what is installed, else the newest build that a family knows. For a named target or build the kernels
+    are modelled; for this machine's own device the installed library is asked. ``options`` are ``max_keys`` and so on.
+
+    Raises UnknownTargetError or LibraryError, each with what is known.
+    """
+    from fxwarm.planner import make_plan
+
+    settings = resolve(options)
+    here = target is None
+    target = Target.current() if target is None else target
+    ask = here and not libraries and target.device == "cuda"
+    return make_plan(shapes, target, libraries, ask=ask, max_keys=settings.max_keys)
+
+
+def warm(plan: WarmPlan, device: Any = None, **options: Any) -> WarmReport:
+    """Build, tune and load every kernel of ``plan`` in this process; return what was done.
+
+    ``device`` is the current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options``
+    (``jobs=8``, ``strict=True``). Raises LibraryError where the plan is for another kind of device.
+    """
+    from fxwarm import exc, warmup
+
+    where = warmup.current_device(plan.target)
+    if plan.target.device != where.type and plan.planned:
+        raise exc.LibraryError(
+            f"the plan is for {plan.target.name} ({plan.target.device}), this process has only a {where.type}; "
+            "run it on that machine, or plan for this one"
+        )
+    return warmup.run(plan, resolve(options), device)
+
+
+def warm_model(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs: Any) -> WarmReport:
+    """Trace ``model(*args, **kwargs)`` for any batch up to ``max_size``, plan for this device, and warm."""
+    from fxwarm.tracing import trace
+
+    return warm(plan(trace(model, *args, max_size=max_size, **kwargs)))
+
+
+def plans() -> list[WarmPlan]:
+    """Return the plans that the backend made in this process, in order; those still being made are waited for."""
+    from fxwarm.artifacts import pending
+
+    out = []
+    for callable_ in pending:
+        callable_.warmup._wait()
+        if callable_.warmup.plan is not None:
+            out.append(callable_.warmup.plan)
+    return out
+
+
+def reports() -> list[WarmReport]:
+    """Return the reports of what was warmed in this process, in order of compilation."""
+    from fxwarm.artifacts import pending
+
+    return [c.warmup.report for c in pending if c.warmup.report is not None]
+
+
+def warm_all() -> list[WarmReport]:
+    """Make every model that this process has compiled or loaded warm now; return the reports."""
+    from fxwarm.artifacts import pending
+
+    return [report for c in pending if (report := c.make_warm()) is not None]

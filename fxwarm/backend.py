@@ -1,0 +1,145 @@
+"""``torch.compile(model, backend="fxwarm")``: collect, plan, build beside Inductor, return a callable that is warm.
+
+Extraction happens on Dynamo's graph before Inductor sees it, and the graph is handed on unchanged. Nothing that goes
+wrong here reaches the user's compile, unless ``strict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxwarm import graph_key, symbolic
+from fxwarm.artifacts import WarmCallable
+from fxwarm.family import load_families
+from fxwarm.options import Options, resolve, split
+from fxwarm.records import Target
+from fxwarm.warmup import Warmup
+from passes.records import Gap, ShapeSet
+
+if TYPE_CHECKING:
+    from passes.collect import Collected
+
+log = logging.getLogger(__name__)
+
+
+def fxwarm(
+    gm: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile ``gm`` with Inductor so that no JIT kernel is built, loaded or tuned after the first call.
+
+    ``mode`` and all options but ``fxwarm.*`` are Inductor's. Raises OptionError for an unknown ``fxwarm.*`` option.
+    """
+    ours, theirs = split(options)
+    settings = resolve(ours)
+    patches = torch._TorchCompileInductorWrapper(mode, theirs, None).config
+    if settings.coverage == "off":
+        return _inductor(gm, example_inputs, patches)
+    begin = time.perf_counter()
+    collected = _collect(gm, example_inputs, settings)
+    device = _device(example_inputs)
+    if collected is None or device is None:
+        return _inductor(gm, example_inputs, patches)
+    if collected.shapes.calls:
+        weights = {i for places in collected.weights.values() for i in places.values()}
+        symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
+        symbolic.unmark(example_inputs)
+        collected = _with_specialized(collected, symbolic.specialized(gm, example_inputs, weights))
+    _say(collected, time.perf_counter() - begin)
+    warmup = Warmup(collected.shapes, Target.current(device), device, settings)
+    with graph_key.watch(warmup.start) as keys:
+        inner = _inductor(gm, example_inputs, patches, keys)
+    if keys.why:
+        log.debug("fxwarm: %s; the digest of the calls serves as key", keys.why)
+    warmup.start(keys.best)
+    return WarmCallable(inner, warmup, collected.weights)
+
+
+def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Collected | None:
+    """Collect, or say why not: a bug of ours must not break the user's compile."""
+    from passes.collect import Collected, collect
+
+    matchers = [family.match for family in load_families().values()]
+    try:
+        return collect(gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops)
+    except Exception as error:
+        if options.strict:
+            raise
+        log.exception("fxwarm: could not read the graph, the model runs without warmup: %s", error)
+        gap = Gap("collect", f"{type(error).__name__}: {error}")
+        return Collected(shapes=ShapeSet(gaps=(gap,)), weights={}, used_max_size=())
+
+
+def _with_specialized(collected: Collected, found: tuple[Any, ...]) -> Collected:
+    import dataclasses
+
+    import msgspec
+
+    if not found:
+        return collected
+    shapes = msgspec.structs.replace(collected.shapes, specialized=found)
+    for one in found:
+        log.warning("fxwarm: the model fixed %s to %d at %s", one.source, one.size, one.place or "an unknown line")
+    return dataclasses.replace(collected, shapes=shapes)
+
+
+def _inductor(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    patches: Mapping[str, Any],
+    keys: graph_key.GraphKeys | None = None,
+) -> Callable[..., Any]:
+    from torch._inductor import compile_fx as module
+
+    inner = module.compile_fx_inner
+    if keys is not None:
+        inner = graph_key.wrap_inner(inner, keys)
+    compiled: Callable[..., Any] = module.compile_fx(
+        gm, inputs, inner_compile=inner, config_patches=dict(patches) or None
+    )
+    return compiled
+
+
+def _device(inputs: list[Any]) -> torch.device | None:
+    """Return the device to warm: the first CUDA device among the inputs, else the CPU; None where all are meta."""
+    devices = [t.device for t in inputs if torch.is_tensor(t)]
+    for device in devices:
+        if device.type == "cuda":
+            return device
+    if devices and all(d.type == "meta" for d in devices):
+        return None
+    return torch.device("cpu")
+
+
+def _say(collected: Collected, seconds: float) -> None:
+    shapes = collected.shapes
+    families = ", ".join(
+        f"{sum(c.family == name for c in shapes.calls)} {name}" for name in dict.fromkeys(c.family for c in shapes.calls)
+    )
+    log.info(
+        "fxwarm: %d kernel calls (%s), %d gaps, %d unknown ops in %.2f s",
+        len(shapes),
+        families or "none",
+        len(shapes.gaps),
+        len(shapes.unknown),
+        seconds,
+    )
+    for bounded in collected.used_max_size:
+        log.info("fxwarm: fxwarm.max_size bounds %s", bounded)
+    with contextlib.suppress(Exception):
+        from torch._logging import trace_structured
+
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "fxwarm_shapes", "encoding": "json"},
+            payload_fn=shapes.to_json,
+        )

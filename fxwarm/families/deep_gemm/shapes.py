@@ -1,0 +1,169 @@
+"""What the dims of a canonical call mean (M, N, K, groups), and whether its tensors agree.
+
+Works on ints and on sympy expressions alike: two dims contradict each other only where both are
+plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fxwarm import exc
+
+if TYPE_CHECKING:
+    from passes.records import KernelCall
+
+__all__ = ["Form", "at_least", "check", "form", "local_experts"]
+
+Shape = tuple[Any, ...]
+
+
+class Form:
+    """Where M, N, K and the groups stand in the tensors of one op: (tensor, dim) each."""
+
+    def __init__(
+        self,
+        m: tuple[tuple[str, int], ...] = (),
+        n: tuple[tuple[str, int], ...] = (),
+        k: tuple[tuple[str, int], ...] = (),
+        groups: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        self.m, self.n, self.k, self.groups = m, n, k, groups
+
+
+def form(op: str, attrs: Mapping[str, Any] | None = None) -> Form | None:
+    """Return where the dims of ``op`` stand, None for an op without a GEMM's dims.
+
+    The first place of each is the one to read; the others must agree with it.
+    """
+    expr = str((attrs or {}).get("expr", "")).replace(" ", "")
+    if op.endswith("einsum"):
+        return _EINSUMS.get(expr)
+    if op.startswith("k_grouped"):
+        return Form(m=(("d", 1),), n=(("d", 2),), groups=(("d", 0),))
+    if op == "tf32_hc_prenorm_gemm":
+        return Form(m=(("a", 0), ("d", -2)), n=(("b", 0), ("d", -1)), k=(("a", 1), ("b", 1)))
+    if "_gemm_" not in op or "logits" in op:
+        return None
+    if "masked" in op:
+        return Form(
+            (("a", 1), ("d", 1)), (("b", 1), ("d", 2)), (("a", 2), ("b", 2)),
+            (("a", 0), ("b", 0), ("d", 0), ("masked_m", 0)),
+        )  # fmt: skip
+    layout = next(part for part in op.split("_") if part in ("nt", "nn", "tn", "tt"))
+    b_n, b_k = (-2, -1) if layout[1] == "t" else (-1, -2)
+    a_m, a_k = (0, 1) if layout[0] == "n" else (1, 0)
+    groups = (("b", 0),) if "m_grouped" in op else ()
+    d_n = () if op == "fp8_gemm_nt_skip_head_mid" else (("d", 1),)
+    return Form((("a", a_m), ("d", 0)), (("b", b_n), *d_n), (("a", a_k), ("b", b_k)), groups)
+
+
+_EINSUMS = {
+    "bhr,hdr->bhd": Form(
+        (("a", 0), ("d", 0)), (("b", 1), ("d", 2)), (("a", 2), ("b", 2)),
+        (("a", 1), ("b", 0), ("d", 1)),
+    ),
+    "bhd,hdr->bhr": Form(
+        (("a", 0), ("d", 0)), (("b", 2), ("d", 2)), (("a", 2), ("b", 1)),
+        (("a", 1), ("b", 0), ("d", 1)),
+    ),
+    "bmk,bnk->mn": Form(
+        (("a", 1), ("d", 0)), (("b", 1), ("d", 1)), (("a", 2), ("b", 2)),
+        (("a", 0), ("b", 0)),
+    ),
+}  # fmt: skip
+
+
+def check(
+    op: str, tensors: Mapping[str, Shape], dtypes: Mapping[str, str], attrs: Mapping[str, Any]
+) -> None:
+    """Raise ShapeMismatchError, with both shapes, if the tensors contradict each other."""
+    where = form(op, attrs)
+    if where is None:
+        return
+    for dim, places in (("M", where.m), ("N", where.n), ("K", where.k), ("groups", where.groups)):
+        seen = [(name, tensors[name], at) for name, at in places if _has(tensors, name, at)]
+        for name, shape, at in seen[1:]:
+            first, shape0, at0 = seen[0]
+            _agree(op, dim, (first, shape0, shape0[at0]), (name, shape, shape[at]))
+    if dtypes.get("b_sf") == "float32" and not op.startswith("k_grouped"):
+        _check_scales(op, tensors, where, attrs)
+
+
+def _check_scales(
+    op: str, tensors: Mapping[str, Shape], where: Form, attrs: Mapping[str, Any]
+) -> None:
+    grouped = bool(where.groups) and len(tensors["b"]) == 3
+    if grouped:
+        _agree(op, "groups", ("b", tensors["b"], tensors["b"][0]),
+               ("b_sf", tensors["b_sf"], tensors["b_sf"][0]))  # fmt: skip
+    recipe = attrs.get("recipe") or (1, 128, 128)
+    if attrs.get("recipe_a") or len(recipe) != 3 or recipe[2] != 128:
+        return  # other granularities: the library itself says what it takes
+    by_dim: tuple[tuple[str, tuple[str, int], Callable[[int], int]], ...] = (
+        ("K / 128", where.k[0], lambda k: -(-k // 128)),
+        (f"N / {recipe[1]}", where.n[0], lambda n: -(-n // int(recipe[1]))),
+    )
+    for label, (name, at), scaled in by_dim:
+        value = tensors[name][at]
+        if not isinstance(value, int):
+            continue
+        sf_at = _sf_dim(where, label, len(tensors["b_sf"]))
+        have = tensors["b_sf"][sf_at]
+        if isinstance(have, int) and have != scaled(value):
+            raise exc.ShapeMismatchError(
+                f"{op}: {name} is {_show(tensors[name])} but its scales b_sf are "
+                f"{_show(tensors['b_sf'])}: {label} needs {scaled(value)}, not {have}; "
+                "pass the scales that belong to this weight"
+            )
+
+
+def _sf_dim(where: Form, label: str, rank: int) -> int:
+    """Scales of B lie as B does: its N and K dims, read from the end."""
+    places = where.k if label.startswith("K") else where.n
+    at = next(at for name, at in places if name == "b")
+    return at if at < 0 else at - rank
+
+
+def _has(tensors: Mapping[str, Shape], name: str, at: int) -> bool:
+    return name in tensors and -len(tensors[name]) <= at < len(tensors[name])
+
+
+def _agree(
+    op: str, dim: str, first: tuple[str, Shape, Any], second: tuple[str, Shape, Any]
+) -> None:
+    (name0, shape0, value0), (name1, shape1, value1) = first, second
+    if isinstance(value0, int) and isinstance(value1, int) and value0 != value1:
+        raise exc.ShapeMismatchError(
+            f"{op}: {name0} is {_show(shape0)} but {name1} is {_show(shape1)}: "
+            f"{dim} is {value0} against {value1}; pass tensors of the same {dim}"
+        )
+
+
+def _show(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def at_least(call: KernelCall, tensor: str, dim: int, least: int) -> KernelCall:
+    """Return ``call`` with the guard that a dim of it is at least ``least``."""
+    import msgspec
+
+    expr = call[tensor].dims[dim]
+    if expr.is_static:
+        return call
+    return msgspec.structs.replace(call, guards=(*call.guards, f"{expr.expr} >= {least}"))
+
+
+def local_experts(experts: int, ranks: int) -> int:
+    """Return how many experts each of ``ranks`` holds: the group count of its kernels.
+
+    Raises ShapeMismatchError, with the remainder, where they cannot be shared evenly.
+    """
+    if ranks < 1 or experts % ranks:
+        left = experts % ranks if ranks > 0 else experts
+        raise exc.ShapeMismatchError(
+            f"{experts} experts over {ranks} ranks leave a remainder of {left}; "
+            "give a number of ranks that divides the experts"
+        )
+    return experts // ranks

@@ -1,0 +1,160 @@
+"""What DeepGEMM asks of the tensors of a call, as fakes: see ``_checks``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxwarm.exc import ShapeMismatchError
+from fxwarm.ops._checks import Size, check_dtype, check_rank, check_shape, describe
+from fxwarm.ops.scales import FP8, scale_recipe, scale_shape
+
+_OUT = (torch.bfloat16, torch.float32)
+_SF = (torch.float32, torch.int32)
+_EXPRS = ("bhr,hdr->bhd", "bhd,hdr->bhr")
+
+
+def check_gemm(
+    op: str,
+    *,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    a_sf: Tensor | None = None,
+    b_sf: Tensor | None = None,
+    c: Tensor | None = None,
+    recipe: Sequence[int] | None = None,
+    grouped: bool = False,
+    batched: bool = False,
+    **_: Any,
+) -> None:
+    """Check ``[M, K] x [N, K] -> [M, N]``; grouped: B is ``[G, N, K]``; batched: A and D have G too."""
+    check_rank(op, "b", b, "[G, N, K]" if grouped else "[N, K]")
+    check_rank(op, "a", a, "[G, M, K]" if batched else "[M, K]")
+    *groups, n, k = b.shape
+    lead = groups if batched else []
+    m, rows = a.shape[-2], (len(lead),)
+    for name, operand in (("a", a), ("b", b)):
+        check_dtype(op, name, operand, (torch.bfloat16,) if a_sf is None else (FP8,))
+    check_shape(op, "a", a, [*lead, m, k], f"b = {describe(b)}", rows=rows)
+    if a_sf is not None and b_sf is not None:
+        gran_m, gran_n, gran_k = scale_recipe(recipe, b_sf)
+        wanted = [*groups, *scale_shape(n, k, gran_n, gran_k, b_sf.dtype)]
+        _check_scales(op, "b", b, b_sf, wanted, (gran_n, gran_k))
+        wanted = [*lead, *scale_shape(m, k, gran_m, gran_k, a_sf.dtype)]
+        _check_scales(op, "a", a, a_sf, wanted, (gran_m, gran_k), rows)
+    # the grouped kernels write bfloat16 only
+    check_dtype(op, "d", d, _OUT[:1] if grouped else _OUT)
+    because = f"a = {describe(a)} with b = {describe(b)}"
+    check_shape(op, "d", d, [*lead, m, n], because, rows=rows)
+    _check_c(op, c, d, rows)
+
+
+def check_contiguous(
+    op: str,
+    *,
+    a: Tensor,
+    b: Tensor,
+    grouped_layout: Tensor,
+    use_psum_layout: bool = False,
+    expected_m_for_psum_layout: Size | None = None,
+    **rest: Any,
+) -> None:
+    """Check a grouped GEMM over contiguous rows, and its layout: an id a row, or an end a group."""
+    check_gemm(op, a=a, b=b, grouped=True, **rest)
+    check_dtype(op, "grouped_layout", grouped_layout, (torch.int32,))
+    if use_psum_layout:
+        because = f"the psum layout of b = {describe(b)}"
+        check_shape(op, "grouped_layout", grouped_layout, [b.shape[0]], because)
+        return
+    because = f"a = {describe(a)}"
+    check_shape(op, "grouped_layout", grouped_layout, [a.shape[0]], because, rows=(0,))
+    if expected_m_for_psum_layout is not None:
+        raise ShapeMismatchError(
+            f"{op}: expected_m_for_psum_layout is given without use_psum_layout; leave it out"
+        )
+
+
+def check_masked(op: str, *, b: Tensor, masked_m: Tensor, **rest: Any) -> None:
+    """Check a grouped GEMM over padded groups, of which ``masked_m[g]`` rows count."""
+    check_gemm(op, b=b, grouped=True, batched=True, **rest)
+    check_dtype(op, "masked_m", masked_m, (torch.int32,))
+    check_shape(op, "masked_m", masked_m, [b.shape[0]], f"b = {describe(b)}")
+
+
+def check_einsum(
+    op: str,
+    *,
+    expr: str,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    a_sf: Tensor | None = None,
+    b_sf: Tensor | None = None,
+    c: Tensor | None = None,
+    recipe: Sequence[int] | None = None,
+    **_: Any,
+) -> None:
+    """Check a product of heads; 'b' of ``expr`` is the batch, the others are the weight's."""
+    if expr not in _EXPRS:
+        raise ShapeMismatchError(f"{op}: expr is {expr!r}; give one of {', '.join(_EXPRS)}")
+    left, right, result = expr.replace("->", ",").split(",")
+    check_rank(op, "b", b, "[h, d, r]")
+    check_rank(op, "a", a, f"[{', '.join(left)}]")
+    size = {**dict(zip(right, b.shape, strict=True)), "b": a.shape[0]}
+    for name, operand in (("a", a), ("b", b)):
+        check_dtype(op, name, operand, (torch.bfloat16,) if a_sf is None else (FP8,))
+    check_shape(op, "a", a, [size[x] for x in left], f"b = {describe(b)} in {expr}", rows=(0,))
+    if a_sf is not None and b_sf is not None:
+        gran_m, gran_n, gran_k = scale_recipe(recipe, b_sf)
+        k, n = left[2], result[2]
+        sf_n, sf_k = scale_shape(size[n], size[k], gran_n, gran_k, b_sf.dtype)
+        wanted = [size["h"], *((sf_n, sf_k) if right == f"h{n}{k}" else (sf_k, sf_n))]
+        _check_scales(op, "b", b, b_sf, wanted, (gran_n, gran_k))
+        sf_m, sf_k = scale_shape(size["b"], size[k], gran_m, gran_k, a_sf.dtype)
+        _check_scales(op, "a", a, a_sf, [sf_m, size["h"], sf_k], (gran_m, gran_k), (0,))
+    check_dtype(op, "d", d, _OUT if a_sf is not None else _OUT[:1])
+    because = f"{expr} of a = {describe(a)} with b = {describe(b)}"
+    check_shape(op, "d", d, [size[x] for x in result], because, rows=(0,))
+    _check_c(op, c, d, (0,))
+
+
+def check_prenorm(
+    op: str, *, a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor, num_splits: Size | None = None
+) -> None:
+    """Check the mHC pre-norm GEMM: bfloat16 x float32 -> float32, with the splits as a leading dim."""
+    check_rank(op, "b", b, "[N, K]")
+    check_rank(op, "a", a, "[M, K]")
+    check_dtype(op, "a", a, (torch.bfloat16,))
+    for name, tensor in (("b", b), ("d", d), ("sqr_sum", sqr_sum)):
+        check_dtype(op, name, tensor, (torch.float32,))
+    (m, _), (n, k) = a.shape, b.shape
+    check_shape(op, "a", a, [m, k], f"b = {describe(b)}", rows=(0,))
+    lead = [] if num_splits is None else [num_splits]
+    rows = range(len(lead) + 1)  # the number of splits follows M
+    because = f"a = {describe(a)} with b = {describe(b)} and num_splits={num_splits}"
+    check_shape(op, "d", d, [*lead, m, n], because, rows=rows)
+    check_shape(op, "sqr_sum", sqr_sum, [*lead, m], because, rows=rows)
+
+
+def _check_scales(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    sf: Tensor,
+    wanted: Sequence[Size],
+    block: tuple[int, int],
+    rows: Sequence[int] = (),
+) -> None:
+    check_dtype(op, f"{name}_sf", sf, _SF)
+    because = f"{name} = {describe(tensor)} with a scale for each {block} block"
+    check_shape(op, f"{name}_sf", sf, wanted, because, rows=rows)
+
+
+def _check_c(op: str, c: Tensor | None, d: Tensor, rows: Sequence[int]) -> None:
+    if c is not None:
+        check_dtype(op, "c", c, (d.dtype,))
+        check_shape(op, "c", c, d.shape, f"d = {describe(d)}", rows=rows)

@@ -1,0 +1,155 @@
+"""From shapes to the kernels they can need: a ShapeSet goes in, a WarmPlan comes out.
+
+Pure unless ``ask`` is set: then a family that can make its installed library name the kernels does so, and where
+its model of the library disagrees, the library wins and the difference becomes a note.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from fxwarm import exc
+from fxwarm.family import KernelFamily, load_families
+from fxwarm.records import Library, Planned, Target, WarmPlan
+from passes.records import Gap, KernelCall, ShapeSet
+
+log = logging.getLogger(__name__)
+
+ONE_BY_ONE = 32
+"""Keys with consecutive witness sizes from which on we say that M itself is in the key."""
+
+
+def make_plan(
+    shapes: ShapeSet,
+    target: Target,
+    libraries: Mapping[str, str] | None = None,
+    *,
+    ask: bool = False,
+    max_keys: int = 4096,
+    graph_key: str = "",
+) -> WarmPlan:
+    """Return every kernel that ``shapes`` can need on ``target``, each once, with a witness.
+
+    ``libraries`` names builds to plan for, as in ``{"sgl-deep-gemm": "0.1.2"}``; the default is what is installed,
+    else the newest build that the family knows. Raises LibraryError where a name there fits no family.
+    """
+    families = load_families()
+    wanted = dict(libraries or {})
+    _check_wanted(wanted, families.values())
+    planned: dict[Planned, None] = {}
+    used: list[Library] = []
+    gaps, notes, reference = list(shapes.gaps), [], []
+    for family in families.values():
+        calls = [call for call in shapes.calls if call.family == family.name]
+        extra = getattr(family, "extra", None)
+        if not calls and extra is None:
+            continue
+        if target.device not in getattr(family, "devices", ("cuda",)):
+            reference += [call.op for call in calls]
+            continue
+        try:
+            library = family.library(wanted)
+        except exc.LibraryError as error:
+            gaps += [Gap(call.op, str(error), family=family.name) for call in calls]
+            continue
+        found, family_gaps, family_notes = _plan_family(family, calls, target, library, ask=ask)
+        if extra is not None:
+            found += [p for p in extra(target, library) if p not in found]
+        if len(found) > max_keys:
+            left = len(found) - max_keys
+            family_gaps.append(
+                Gap(
+                    calls[0].op if calls else family.name,
+                    f"{len(found)} kernels, {left} more than fxwarm.max_keys={max_keys}: the {left} with the largest "
+                    f"sizes are left out; raise fxwarm.max_keys to {len(found)} or lower fxwarm.max_size",
+                    family=family.name,
+                )
+            )
+            found = found[:max_keys]
+        planned.update(dict.fromkeys(found))
+        gaps += family_gaps
+        notes += family_notes
+        if found or calls:
+            used.append(library)
+    gaps += _silent(shapes, [*planned], reference, gaps)
+    return WarmPlan(
+        target=target,
+        libraries=tuple(used),
+        planned=tuple(planned),
+        gaps=tuple(dict.fromkeys(gaps)),
+        reference=tuple(dict.fromkeys(reference)),
+        notes=tuple(dict.fromkeys(notes)),
+        shapes=shapes,
+        graph_key=graph_key,
+    )
+
+
+def _plan_family(
+    family: KernelFamily, calls: Sequence[KernelCall], target: Target, library: Library, *, ask: bool
+) -> tuple[list[Planned], list[Gap], list[str]]:
+    modelled, gaps = _part(family.keys(calls, target, library))
+    notes = _one_by_one(modelled)
+    record = getattr(family, "record", None)
+    if not (ask and record is not None and library.installed and calls):
+        return modelled, gaps, notes
+    try:
+        recorded, asked_gaps = _part(record(calls, target, library))
+    except exc.LibraryError as error:
+        log.warning("fxwarm: %s could not be asked, its model serves: %s", library, error)
+        return modelled, [*gaps, Gap(family.name, str(error), family=family.name)], notes
+    if recorded:
+        drift = getattr(family, "drift", None)
+        if drift is not None:
+            notes += [str(d) for d in drift(modelled, recorded)]
+        # The library itself answered, so what the model could not say is no gap any more.
+        return recorded, asked_gaps, notes
+    return modelled, [*gaps, *asked_gaps], notes
+
+
+def _part(found: Iterable[Planned | Gap]) -> tuple[list[Planned], list[Gap]]:
+    planned: dict[Planned, None] = {}
+    gaps: list[Gap] = []
+    for item in found:
+        if isinstance(item, Gap):
+            gaps.append(item)
+        else:
+            planned.setdefault(item)
+    return list(planned), gaps
+
+
+def _check_wanted(wanted: Mapping[str, str], families: Iterable[KernelFamily]) -> None:
+    known = {name for family in families for name in family.distributions}
+    for name in wanted:
+        if name not in known:
+            raise exc.LibraryError(f"no family plans for {name!r}; {exc.did_you_mean(name, known)}")
+
+
+def _silent(
+    shapes: ShapeSet, planned: Sequence[Planned], reference: Sequence[str], gaps: Sequence[Gap]
+) -> list[Gap]:
+    """A family whose calls are in the graph and that planned nothing and said nothing: that is never right."""
+    spoke = {p.key.family for p in planned} | {g.family for g in gaps}
+    return [
+        Gap(call.op, f"the family {call.family} planned no kernel and gave no reason; report it", site.place, call.family)
+        for call, site in shapes.items()
+        if call.family not in spoke and call.op not in reference
+    ]
+
+
+def _one_by_one(planned: Sequence[Planned]) -> list[str]:
+    """Say so where the keys of one op follow its rows one by one: then M is in the key, and the set grows with M."""
+    rows: dict[str, set[int]] = {}
+    for p in planned:
+        if p.witness is not None and p.witness.tensors:
+            _, spec = p.witness.tensors[0]
+            if spec.dims:
+                rows.setdefault(p.witness.op, set()).add(spec.dims[0].lower)
+    notes = []
+    for op, sizes in rows.items():
+        first = last = 0
+        for size in sorted(sizes):
+            first, last = (first, size) if size == last + 1 and first else (size, size)
+            if last - first + 1 >= ONE_BY_ONE and last + 1 not in sizes:
+                notes.append(f"{op}: M is in the key, one kernel for each of {first}..{last}")
+    return notes

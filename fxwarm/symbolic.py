@@ -1,0 +1,145 @@
+"""A symbolic batch on the first call, without any marking by the user.
+
+A backend runs inside Dynamo's restart loop. Marking the real inputs and raising a restart makes Dynamo trace the
+frame again with symbolic sizes: one more trace, no recompile at the next size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from passes.records import Specialization
+
+log = logging.getLogger(__name__)
+
+try:
+    from torch._dynamo import exc as _exc
+
+    class Retrace(_exc.TensorifyScalarRestartAnalysis, _exc.UnspecializeRestartAnalysis):
+        """Ask Dynamo to trace the frame again.
+
+        Two bases: the first is what Dynamo lets through from a backend, only the second makes it clear its speculation
+        log, without which a model whose trace depends on the size fails with SpeculationLogDivergence
+        (torch 2.11 to 2.14).
+        """
+except (ImportError, AttributeError) as _error:  # no restart: plan what Dynamo traced
+    log.info("no symbolic retrace on torch %s: %s", torch.__version__, _error)
+    Retrace = None  # type: ignore[assignment,misc]
+
+_marked = torch.utils.weak.WeakTensorKeyDictionary()
+"""Tensors that were marked once, with the dims: at most one restart a tensor."""
+
+
+def retrace_if_static(
+    gm: torch.fx.GraphModule, inputs: list[Any], weights: Collection[int], how: str
+) -> None:
+    """Raise Retrace if an activation of ``gm`` has leading dims that are still plain numbers; else return.
+
+    ``weights`` are the placeholders that hold weights, ``how`` is "dynamic", "unbacked" or "off". ``dynamic=False``,
+    ``mark_static`` and torch's own static inputs are respected; so is ``aot_compile``, which has no restart loop.
+    """
+    if how == "off" or Retrace is None or not torch._dynamo.config.automatic_dynamic_shapes:
+        return
+    if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):
+        return
+    todo = [
+        (tensor, dims)
+        for index, node, tensor in _activations(gm, inputs, weights)
+        if tensor not in _marked and (dims := _static_dims(node, tensor, how))
+    ]
+    for tensor, dims in todo:
+        _marked[tensor] = dims
+        for dim in dims:
+            if how == "unbacked":
+                torch._dynamo.decorators.mark_unbacked(tensor, dim)
+            else:  # not mark_dynamic: that makes an error of a model that specialises on its batch
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    if todo:
+        raise Retrace(restart_reason="fxwarm: symbolic batch")
+
+
+def unmark(inputs: list[Any]) -> None:
+    """Take the marks of ``retrace_if_static`` off the user's tensors, which may be compiled again by others."""
+    for tensor in inputs:
+        if not torch.is_tensor(tensor) or tensor not in _marked:
+            continue
+        weak = getattr(tensor, "_dynamo_weak_dynamic_indices", None)
+        if isinstance(weak, set):
+            weak -= set(_marked[tensor])
+            if not weak:
+                del tensor._dynamo_weak_dynamic_indices
+
+
+def specialized(
+    gm: torch.fx.GraphModule, inputs: list[Any], weights: Collection[int]
+) -> tuple[Specialization, ...]:
+    """Return the sizes that the model fixed although they were marked, and the line of the user's that did it."""
+    out = []
+    for _, node, tensor in _activations(gm, inputs, weights):
+        for dim in _marked.get(tensor, ()):
+            value = node.meta.get("example_value")
+            if value is None or dim >= value.dim() or not isinstance(value.shape[dim], int):
+                continue
+            name = f"{_source(node)}.size()[{dim}]"
+            out.append(Specialization(name, value.shape[dim], _culprit(value, _source(node), dim)))
+    return tuple(out)
+
+
+def _activations(
+    gm: torch.fx.GraphModule, inputs: list[Any], weights: Collection[int]
+) -> list[tuple[int, torch.fx.Node, torch.Tensor]]:
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [
+        (index, node, value)
+        for index, (node, value) in enumerate(zip(nodes, inputs))
+        if index not in weights
+        and torch.is_tensor(value)
+        and not isinstance(value, (torch.nn.Parameter, torch._subclasses.FakeTensor))
+        and not (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+    ]
+
+
+def _static_dims(node: torch.fx.Node, tensor: torch.Tensor, how: str) -> list[int]:
+    fake = node.meta.get("example_value")
+    if fake is None or not torch.is_tensor(fake):
+        return []
+    fixed = getattr(tensor, "_dynamo_static_indices", ())
+    return [
+        dim
+        for dim in _leading(tensor)
+        if dim not in fixed
+        and isinstance(fake.shape[dim], int)
+        # A size of 0 or 1 is specialised by torch in any case, unless it is unbacked.
+        and (tensor.shape[dim] >= 2 or (how == "unbacked" and tensor.shape[dim] == 1))
+    ]
+
+
+def _leading(tensor: torch.Tensor) -> range:
+    """Dims that count tokens: [T], [T, H], [B, S, H]; of token ids [B, S]; of anything deeper only the first."""
+    dims = tensor.dim()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return range(min(dims, 2)) if dims <= 2 else range(1)
+    return range(2) if dims == 3 else range(min(dims, 1))
+
+
+def _source(node: torch.fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    return name() if callable(name) else str(name)
+
+
+def _culprit(value: Any, source: str, dim: int) -> str:
+    """Return "file.py:12 in forward" for the line that fixed a size; empty where torch did not note it."""
+    mode = getattr(value, "fake_mode", None)
+    stacks = getattr(getattr(mode, "shape_env", None), "specialization_stacks", None) or {}
+    for known, stack in stacks.items():
+        name = known.name() if callable(known.name) else known.name
+        if source in name and name.endswith(f"[{dim}]") and stack:
+            frame = stack[-1]
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return ""

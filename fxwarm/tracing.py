@@ -1,0 +1,63 @@
+"""Shapes without weights and without a GPU: trace a model and return what it asks of JIT kernel libraries."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from passes.records import ShapeSet, unite
+
+log = logging.getLogger(__name__)
+
+
+def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs: Any) -> ShapeSet:
+    """Return every kernel call that ``model(*args, **kwargs)`` makes, for any batch up to ``max_size``.
+
+    The model runs once under Dynamo, so build it and its inputs with ``torch.device("meta")``: then there are no
+    weights and no arithmetic. The leading sizes of the inputs become symbolic unless marked static. Several graphs
+    (after graph breaks) are united.
+
+    Raises OptionError for an impossible ``max_size`` and ShapeMismatchError where one call contradicts itself.
+    """
+    import torch
+
+    from fxwarm import exc, symbolic
+    from fxwarm.family import load_families
+    from fxwarm.options import resolve
+    from passes.collect import collect
+
+    options = resolve({"max_size": max_size})
+    matchers = [family.match for family in load_families().values()]
+    found: list[ShapeSet] = []
+    failed: list[Exception] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        try:
+            collected = collect(
+                gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops, strict=True
+            )
+        except ValueError as error:
+            failed.append(error)
+            return gm.forward
+        weights = {i for places in collected.weights.values() for i in places.values()}
+        if collected.shapes:
+            symbolic.retrace_if_static(gm, inputs, weights, options.symbolic)
+        symbolic.unmark(inputs)
+        fixed = symbolic.specialized(gm, inputs, weights)
+        found.append(unite([collected.shapes, ShapeSet(specialized=fixed)]))
+        for bounded in collected.used_max_size:
+            log.info("fxwarm: max_size=%d bounds %s", options.max_size, bounded)
+        return gm.forward
+
+    # A limit on recompiles is for serving; one code object may be traced for many configurations.
+    patch = {
+        name: 1 << 16
+        for name in ("recompile_limit", "accumulated_recompile_limit")
+        if hasattr(torch._dynamo.config, name)
+    }
+    with torch.no_grad(), torch._dynamo.config.patch(patch):
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    if failed:
+        raise exc.ShapeMismatchError(str(failed[0])) from failed[0]
+    return unite(found)

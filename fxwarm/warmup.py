@@ -1,0 +1,306 @@
+"""Runs a plan: build what is missing in parallel, tune, load each kernel once, verify, report.
+
+Building needs no tensor and no launch, so it happens in a background thread while Inductor compiles. Tuning and
+loading launch kernels: they happen in the thread of the first call, synchronously, under no modes, once per process
+and device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxwarm import exc, receipts
+from fxwarm.family import Bind, KernelFamily, load_families
+from fxwarm.options import Options, resolve
+from fxwarm.planner import make_plan
+from fxwarm.progress import Progress
+from fxwarm.records import Built, CompileKey, Loaded, Planned, Target, Tuned, WarmPlan, WarmReport
+from passes.records import Gap, KernelCall, ShapeSet
+
+log = logging.getLogger(__name__)
+
+_resident: set[tuple[str, CompileKey]] = set()
+"""What this process has loaded: (device, key). The libraries keep loaded kernels for good."""
+_load_lock = threading.RLock()
+"""The libraries' own maps have no locks: one thread loads at a time."""
+
+
+def no_weights(call: KernelCall) -> None:
+    """Bind nothing: witnesses run on synthetic tensors."""
+
+
+class Warmup:
+    """One plan on its way from cold to warm, on one device of this process.
+
+    ``start`` plans and builds in the background, ``finish`` waits and makes it warm. Both may be called again.
+    """
+
+    def __init__(self, source: ShapeSet | WarmPlan, target: Target, device: torch.device, options: Options) -> None:
+        self.source, self.target, self.device, self.options = source, target, device, options
+        self.graph_key = source.graph_key if isinstance(source, WarmPlan) else ""
+        self.libraries: Mapping[str, str] = {}
+        self.plan: WarmPlan | None = source if isinstance(source, WarmPlan) else None
+        self.report: WarmReport | None = None
+        self._built: list[Built] = []
+        self._found: list[CompileKey] = []
+        self._absent: list[str] = []
+        self._build_seconds = 0.0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether ``finish`` has run."""
+        return self.report is not None
+
+    def start(self, graph_key: str = "") -> None:
+        """Begin to plan and build in the background. A second call does nothing."""
+        with self._lock:
+            if self._thread is not None or self.report is not None:
+                return
+            self.graph_key = graph_key or self.graph_key
+            self._thread = threading.Thread(target=self._prepare, name="fxwarm-build", daemon=True)
+            self._thread.start()
+
+    def finish(self, bind: Bind = no_weights) -> WarmReport:
+        """Wait for the builds, then tune, load and verify; return the report. Synchronous on the device.
+
+        Raises IncompleteError if ``strict`` is set and something could not be warmed.
+        """
+        with self._lock:
+            if self.report is None:
+                begin = time.perf_counter()
+                self.start()
+                self._wait()
+                if self._error is not None and not isinstance(self._error, Exception):
+                    raise self._error
+                self.report = self._make_warm(bind, begin)
+                _say(self.report)
+        if self.options.strict and self.report.status == "partial":
+            raise exc.IncompleteError(_why_partial(self.report))
+        return self.report
+
+    def _wait(self) -> None:
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(0.2)  # in slices, so that Ctrl-C arrives
+
+    def _prepare(self) -> None:
+        try:
+            begin = time.perf_counter()
+            if self.plan is None:
+                assert isinstance(self.source, ShapeSet)
+                self.plan = receipts.stored_plan(self) or make_plan(
+                    self.source,
+                    self.target,
+                    self.libraries,
+                    ask=True,
+                    max_keys=self.options.max_keys,
+                    graph_key=self.graph_key,
+                )
+            self._build(self.plan)
+            self._build_seconds = time.perf_counter() - begin
+        except BaseException as error:
+            log.debug("fxwarm: warmup failed while building", exc_info=True)
+            self._error = error
+
+    def _build(self, plan: WarmPlan) -> None:
+        for family, group in by_family(plan.planned):
+            library = next((lib for lib in plan.libraries if lib.distribution in family.distributions), None)
+            if library is not None and not library.installed:
+                self._absent.append(f"{library}: install it to warm {len(group)} kernels of {family.name}")
+                continue
+            missing = family.missing(group, self.target)
+            lacking = {p.key for p in missing}
+            self._found += [p.key for p in group if p.key not in lacking]
+            build = getattr(family, "build", None)
+            if not missing or build is None:
+                continue
+            if self.target.arch not in getattr(family, "archs", (self.target.arch,)):
+                missing = missing[:1]  # never seen here: the first key shows whether the rest is worth its time
+            with Progress(f"building {family.name}", len(missing)) as progress:
+                for built in build(missing, self.target, jobs(self.options)):
+                    self._built.append(built)
+                    progress.step(str(built.key), built.seconds, built.error)
+
+    def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
+        loaded: list[Loaded] = []
+        tuned: list[Tuned] = []
+        gaps: list[Gap] = []
+        plan = self.plan or WarmPlan(self.target)
+        if self._error is not None:
+            gaps.append(Gap("warmup", f"{type(self._error).__name__}: {self._error}"))
+        with _load_lock, quiet(self.device), memory(self.device) as used:
+            failed = {b.key for b in self._built if b.error}
+            for family, group in by_family(plan.planned):
+                if any(absent.endswith(f"kernels of {family.name}") for absent in self._absent):
+                    continue
+                try:
+                    tune = getattr(family, "tune", None)
+                    if tune is not None:
+                        tuned += tune(group, bind)
+                    wanted = [p for p in group if p.key not in failed and not self._is_resident(p)]
+                    loaded += self._load(family, wanted, bind)
+                    if self.options.coverage == "full":
+                        loaded += self._load(family, every_size(plan, family), bind)
+                    verify = getattr(family, "verify", None)
+                    if verify is not None:
+                        gaps += verify(group)
+                except Exception as error:
+                    log.exception("fxwarm: %s", family.name)
+                    gaps.append(Gap(family.name, f"{type(error).__name__}: {error}", family=family.name))
+        report = WarmReport(
+            plan_key=receipts.warm_key(plan),
+            target=self.target,
+            libraries=plan.libraries,
+            built=tuple(self._built),
+            found=tuple(self._found),
+            loaded=tuple(loaded),
+            tuned=tuple(tuned),
+            gaps=tuple(dict.fromkeys([*plan.gaps, *gaps])),
+            reference=plan.reference,
+            absent=tuple(self._absent),
+            notes=plan.notes,
+            specialized=plan.shapes.specialized,
+            seconds=time.perf_counter() - begin,
+            build_seconds=self._build_seconds,
+            peak_bytes=used["peak"],
+            kept_bytes=used["kept"],
+        )
+        return receipts.keep(plan, report, self.options)
+
+    def _is_resident(self, planned: Planned) -> bool:
+        return (str(self.device), planned.key) in _resident
+
+    def _load(self, family: KernelFamily, wanted: Sequence[Planned], bind: Bind) -> list[Loaded]:
+        out = []
+        canary = self.target.arch not in getattr(family, "archs", (self.target.arch,))
+        for group in ([wanted[:1], wanted[1:]] if canary else [wanted]):
+            for item in family.load(group, self.target, bind) if group else ():
+                out.append(item)
+                if not item.error:
+                    _resident.add((str(self.device), item.key))
+            if canary and out and out[0].error:
+                raise exc.LibraryError(
+                    f"{family.name} does not work on {self.target.name} ({self.target.arch}): {out[0].error}; "
+                    f"its other {len(wanted) - 1} kernels are left alone"
+                )
+        return out
+
+
+def jobs(options: Options) -> int:
+    """Return how many compiles may run at once: ``fxwarm.jobs``, else the CPUs that this process may use."""
+    return options.jobs or len(os.sched_getaffinity(0))
+
+
+def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Planned]]]:
+    """Return the planned kernels grouped by their family, in the order of the families."""
+    families = load_families()
+    groups: dict[str, list[Planned]] = {name: [] for name in families}
+    for p in planned:
+        groups.setdefault(p.key.family, []).append(p)
+    return [(families[name], group) for name, group in groups.items() if group and name in families]
+
+
+def every_size(plan: WarmPlan, family: KernelFamily) -> list[Planned]:
+    """Return a planned launch for every attainable size of every call, for those who trust no heuristics."""
+    from passes import bound
+
+    library = next(lib for lib in plan.libraries if lib.distribution in family.distributions)
+    out = []
+    for call in plan.shapes.calls:
+        if call.family == family.name:
+            exprs = [d.expr for _, spec in call.tensors for d in spec.dims if not d.is_static]
+            image = bound.image(call, *dict.fromkeys(exprs))
+            for row in range(len(image.rows)):
+                found = family.keys([bound.at(call, image.at(row))], plan.target, library)
+                out += [p for p in found if isinstance(p, Planned)]
+    return out
+
+
+@contextlib.contextmanager
+def quiet(device: torch.device) -> Iterator[None]:
+    """Run under no modes and no grad, on ``device``, and give the random states back as they were."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    cuda = device.type == "cuda"
+    with (
+        torch.random.fork_rng(devices=[device] if cuda else [], enabled=True),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.cuda.device(device) if cuda else contextlib.nullcontext(),
+    ):
+        yield
+        if cuda:
+            torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def memory(device: torch.device) -> Iterator[dict[str, int]]:
+    """Yield a dict that holds, afterwards, the ``peak`` and ``kept`` bytes of device memory of what ran inside."""
+    used = {"peak": 0, "kept": 0}
+    if device.type != "cuda":
+        yield used
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield used
+    finally:
+        used["peak"] = max(0, torch.cuda.max_memory_allocated(device) - before)
+        used["kept"] = max(0, torch.cuda.memory_allocated(device) - before)
+        torch.cuda.empty_cache()  # what is kept for reuse would be missing from a profile taken next
+
+
+def run(plan: WarmPlan, options: Options | None = None, device: Any = None, bind: Bind = no_weights) -> WarmReport:
+    """Make ``plan`` warm on ``device`` (by default the current CUDA device, else the CPU) and return the report."""
+    where = torch.device(device) if device is not None else current_device(plan.target)
+    return Warmup(plan, plan.target, where, options or resolve()).finish(bind)
+
+
+def current_device(target: Target) -> torch.device:
+    """Return the device that a plan for ``target`` is run on in this process."""
+    if target.device == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _say(report: WarmReport) -> None:
+    level = logging.WARNING if report.status == "partial" else logging.INFO
+    log.log(
+        level,
+        "fxwarm: %s: %d built in %.1f s, %d found, %d loaded, %d tuned, %d failed, %d gaps; %.2f s on the first call%s",
+        report.status,
+        sum(not b.error for b in report.built),
+        report.build_seconds,
+        len(report.found),
+        sum(not x.error for x in report.loaded),
+        len(report.tuned),
+        len(report.failed),
+        len(report.gaps),
+        report.seconds,
+        "; " + _why_partial(report) if report.status == "partial" else "",
+    )
+
+
+def _why_partial(report: WarmReport) -> str:
+    reasons = [f"{type(x).__name__.lower()} {x.key}: {x.error}" for x in report.failed]
+    reasons += [str(gap) for gap in report.gaps]
+    reasons += list(report.absent)
+    more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
+    return "not everything is warm: " + "; ".join(reasons[:3]) + more + "; see fxwarm.reports()[-1]"
