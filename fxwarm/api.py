@@ -41,7 +41,7 @@ def warm(plan: WarmPlan, device: Any = None, **options: Any) -> WarmReport:
     """
     from fxwarm import exc, warmup
 
-    where = warmup.current_device(plan.target)
+    where = warmup.current_device(plan.target.device)
     if plan.target.device != where.type and plan.planned:
         raise exc.LibraryError(
             f"the plan is for {plan.target.name} ({plan.target.device}), this process has only a {where.type}; "
@@ -63,7 +63,7 @@ def plans() -> list[WarmPlan]:
 
     out = []
     for callable_ in pending:
-        callable_.warmup._wait()
+        callable_.warmup.wait()
         if callable_.warmup.plan is not None:
             out.append(callable_.warmup.plan)
     return out

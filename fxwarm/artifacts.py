@@ -1,6 +1,7 @@
 """The compiled callable that warms itself, and how its plan travels with what torch saves.
 
-What goes into torch's artifacts beside torch's own bytes is JSON: a header line, the plan's length, the plan.
+What we put into torch's artifacts is JSON bytes: a ``Parcel``. ``aot_compile`` carries it in front of torch's own bytes;
+under ``caching_precompile`` it is an attribute of torch's own artifact, which a process without fxwarm ignores.
 """
 
 from __future__ import annotations
@@ -10,19 +11,41 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from fxwarm import exc
-from fxwarm.records import WarmReport
+from fxwarm.options import Options
+from fxwarm.records import WarmPlan, WarmReport
 from fxwarm.warmup import Warmup, is_capturing
-from passes.records import KernelCall
+from passes.records import SCHEMA, KernelCall, Record, ShapeSet, decode
 
 log = logging.getLogger(__name__)
 
 try:
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as _Bundled
     from torch._dynamo.aot_compile_types import SerializableCallable as _Base
-except ImportError:  # then aot_compile cannot carry the plan; everything else works
-    _Base = object  # type: ignore[assignment,misc]
+except ImportError as _error:  # then aot_compile cannot carry the plan; everything else works
+    log.info("no aot_compile on torch %s: %s", torch.__version__, _error)
+    _Base, _Bundled = object, None  # type: ignore[assignment,misc]
+
+_MAGIC = b"fxwarm artifact 1\n"
+
+pending: list[WarmCallable] = []
+"""Every warm callable of this process, for ``warm_all``."""
+
+
+class Parcel(Record, frozen=True, omit_defaults=False):
+    """What travels with a compiled model: all that the loading process needs to warm it."""
+
+    shapes: ShapeSet
+    options: Options
+    graph_key: str = ""
+    plan: WarmPlan | None = None
+    weights: tuple[tuple[int, tuple[tuple[str, int], ...]], ...] = ()
+    """For each call (by its index in the shapes) its weights' names and argument positions."""
+    kind: str = "fxwarm.Parcel"
+    schema: int = SCHEMA
 
 
 class WarmCallable(_Base):
@@ -69,9 +92,8 @@ class WarmCallable(_Base):
         """
         with self._lock:
             try:
+                self.warmup.settle(args)
                 report = self.warmup.finish(self._bind(args))
-            except exc.FxwarmError:
-                raise
             except Exception as error:
                 if self.warmup.options.strict:
                     raise
@@ -91,6 +113,98 @@ class WarmCallable(_Base):
 
         return bind
 
+    def pack(self) -> bytes:
+        """Return the parcel of this callable as JSON bytes."""
+        shapes = self.warmup.shapes
+        index = {call: i for i, call in enumerate(shapes.calls)}
+        weights = tuple(
+            (index[call], tuple(places.items())) for call, places in self.weights.items() if call in index
+        )
+        self.warmup.wait()
+        parcel = Parcel(shapes, self.warmup.options, self.warmup.graph_key, self.warmup.plan, weights)
+        return msgspec.json.encode(parcel)
 
-pending: list[WarmCallable] = []
-"""Every warm callable of this process, for ``warm_all``."""
+    @classmethod
+    def unpack(cls, inner: Callable[..., Any], data: bytes) -> WarmCallable:
+        """Return the callable that ``pack`` described around a loaded ``inner``. Raises ValueError for bad bytes."""
+        parcel: Parcel = decode(data, Parcel)
+        _define_ops()
+        warmup = Warmup(parcel.shapes, parcel.options, graph_key=parcel.graph_key, offered=parcel.plan)
+        weights = {parcel.shapes.calls[i]: dict(places) for i, places in parcel.weights}
+        loaded = cls(inner, warmup, weights)
+        if parcel.options.when == "load":
+            warmup.settle(())
+            warmup.start()
+        return loaded
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+        """Return ``fn`` as bytes for ``aot_compile``: the parcel, then torch's own bytes."""
+        assert _Bundled is not None
+        inner = fn.inner if isinstance(fn.inner, _Base) else _Bundled(fn.inner)
+        parcel = fn.pack()
+        head = _MAGIC + len(parcel).to_bytes(8, "little")
+        payload: bytes = type(inner).serialize_compile_artifacts(inner)
+        return head + parcel + payload
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Any:
+        """Return the callable that ``serialize_compile_artifacts`` wrote. Raises ValueError for foreign bytes."""
+        assert _Bundled is not None
+        if not data.startswith(_MAGIC):
+            raise ValueError("these bytes are no fxwarm artifact; compile and save the model again")
+        begin = len(_MAGIC) + 8
+        end = begin + int.from_bytes(data[len(_MAGIC) : begin], "little")
+        inner = _Bundled.deserialize_compile_artifacts(data[end:])
+        return cls.unpack(inner, data[begin:end])
+
+
+def attach(gm: torch.fx.GraphModule, warm: WarmCallable) -> None:
+    """Let the plan travel in torch's precompile artifact of ``gm``, if ``caching_precompile`` makes one.
+
+    The artifact stays torch's own class with one more attribute, so it loads in a process without fxwarm.
+    """
+    if not getattr(torch._dynamo.config, "caching_precompile", False):
+        return
+    backend_id = getattr(gm, "_backend_id", None)
+    try:
+        from torch._dynamo.precompile_context import PrecompileContext
+
+        artifact = PrecompileContext.serialize_artifact_by_key(backend_id) if backend_id else None
+    except (ImportError, AttributeError) as error:
+        log.warning("fxwarm: the plan cannot travel with a precompiled model on torch %s: %s", torch.__version__, error)
+        return
+    if artifact is not None:
+        artifact.fxwarm_parcel = warm.pack()
+
+
+def hook_precompiled() -> None:
+    """Make precompiled artifacts that carry a plan come back as warm callables in this process."""
+    try:
+        from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradCacheArtifact as artifact
+    except ImportError as error:
+        log.info("no precompiled artifacts on torch %s: %s", torch.__version__, error)
+        return
+    original = artifact.after_deserialization
+    if getattr(original, "_fxwarm", False):
+        return
+
+    def after_deserialization(self: Any) -> Any:
+        inner = original(self)
+        parcel = getattr(self, "fxwarm_parcel", None)
+        if parcel is None:
+            return inner
+        try:
+            return WarmCallable.unpack(inner, parcel)
+        except Exception as error:  # a damaged plan must not cost the user the model
+            log.error("fxwarm: not warmed, its plan does not load (%s); compile the model again", error)
+            return inner
+
+    after_deserialization._fxwarm = True  # type: ignore[attr-defined]
+    artifact.after_deserialization = after_deserialization
+
+
+def _define_ops() -> None:
+    """Torch's callable may hold our ops: they must exist before it runs."""
+    import fxwarm.ops
+    import fxwarm.ops.mhc  # noqa: F401

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxwarm import graph_key, symbolic
-from fxwarm.artifacts import WarmCallable
+from fxwarm.artifacts import WarmCallable, attach, hook_precompiled
 from fxwarm.family import load_families
 from fxwarm.options import Options, resolve, split
-from fxwarm.records import Target
 from fxwarm.warmup import Warmup
 from passes.records import Gap, ShapeSet
 
@@ -46,8 +45,7 @@ def fxwarm(
         return _inductor(gm, example_inputs, patches)
     begin = time.perf_counter()
     collected = _collect(gm, example_inputs, settings)
-    device = _device(example_inputs)
-    if collected is None or device is None:
+    if collected is None or _is_meta(example_inputs):
         return _inductor(gm, example_inputs, patches)
     if collected.shapes.calls:
         weights = {i for places in collected.weights.values() for i in places.values()}
@@ -55,13 +53,26 @@ def fxwarm(
         symbolic.unmark(example_inputs)
         collected = _with_specialized(collected, symbolic.specialized(gm, example_inputs, weights))
     _say(collected, time.perf_counter() - begin)
-    warmup = Warmup(collected.shapes, Target.current(device), device, settings)
-    with graph_key.watch(warmup.start) as keys:
+    warmup = Warmup(collected.shapes, settings)
+    warmup.settle(tuple(example_inputs))
+    # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
+    begin_builds = _no_builds if settings.when == "manual" else warmup.start
+    with graph_key.watch(begin_builds if graph_key.is_stable() else lambda key: None) as keys:
         inner = _inductor(gm, example_inputs, patches, keys)
+    warmup.graph_key = keys.best if graph_key.is_stable() else ""
     if keys.why:
         log.debug("fxwarm: %s; the digest of the calls serves as key", keys.why)
-    warmup.start(keys.best)
-    return WarmCallable(inner, warmup, collected.weights)
+    begin_builds(warmup.graph_key)
+    warm = WarmCallable(inner, warmup, collected.weights)
+    attach(gm, warm)
+    return warm
+
+
+hook_precompiled()
+
+
+def _no_builds(key: str) -> None:
+    """``fxwarm.when`` is "manual": nothing starts before ``warm_all``."""
 
 
 def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Collected | None:
@@ -109,15 +120,10 @@ def _inductor(
     return compiled
 
 
-def _device(inputs: list[Any]) -> torch.device | None:
-    """Return the device to warm: the first CUDA device among the inputs, else the CPU; None where all are meta."""
-    devices = [t.device for t in inputs if torch.is_tensor(t)]
-    for device in devices:
-        if device.type == "cuda":
-            return device
-    if devices and all(d.type == "meta" for d in devices):
-        return None
-    return torch.device("cpu")
+def _is_meta(inputs: list[Any]) -> bool:
+    """Return whether there is nothing to run on: all tensors are on the meta device."""
+    devices = [t.device.type for t in inputs if torch.is_tensor(t)]
+    return bool(devices) and all(d == "meta" for d in devices)
 
 
 def _say(collected: Collected, seconds: float) -> None:

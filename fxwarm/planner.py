@@ -34,26 +34,15 @@ def make_plan(
     ``libraries`` names builds to plan for, as in ``{"sgl-deep-gemm": "0.1.2"}``; the default is what is installed,
     else the newest build that the family knows. Raises LibraryError where a name there fits no family.
     """
-    families = load_families()
-    wanted = dict(libraries or {})
-    _check_wanted(wanted, families.values())
     planned: dict[Planned, None] = {}
     used: list[Library] = []
-    gaps, notes, reference = list(shapes.gaps), [], []
-    for family in families.values():
-        calls = [call for call in shapes.calls if call.family == family.name]
-        extra = getattr(family, "extra", None)
-        if not calls and extra is None:
-            continue
-        if target.device not in getattr(family, "devices", ("cuda",)):
-            reference += [call.op for call in calls]
-            continue
-        try:
-            library = family.library(wanted)
-        except exc.LibraryError as error:
-            gaps += [Gap(call.op, str(error), family=family.name) for call in calls]
+    gaps, notes = list(shapes.gaps), []
+    for family, calls, library in choose(shapes, target, libraries):
+        if isinstance(library, exc.LibraryError):
+            gaps += [Gap(call.op, str(library), family=family.name) for call in calls]
             continue
         found, family_gaps, family_notes = _plan_family(family, calls, target, library, ask=ask)
+        extra = getattr(family, "extra", None)
         if extra is not None:
             found += [p for p in extra(target, library) if p not in found]
         if len(found) > max_keys:
@@ -70,8 +59,8 @@ def make_plan(
         planned.update(dict.fromkeys(found))
         gaps += family_gaps
         notes += family_notes
-        if found or calls:
-            used.append(library)
+        used.append(library)
+    reference = [call.op for call in shapes.calls if not _runs_on(target, call.family)]
     gaps += _silent(shapes, [*planned], reference, gaps)
     return WarmPlan(
         target=target,
@@ -83,6 +72,31 @@ def make_plan(
         shapes=shapes,
         graph_key=graph_key,
     )
+
+
+def choose(
+    shapes: ShapeSet, target: Target, libraries: Mapping[str, str] | None = None
+) -> list[tuple[KernelFamily, list[KernelCall], Library | exc.LibraryError]]:
+    """Return each family that has something to do on ``target``, with its calls and the build to plan for."""
+    families = load_families()
+    wanted = dict(libraries or {})
+    _check_wanted(wanted, families.values())
+    chosen: list[tuple[KernelFamily, list[KernelCall], Library | exc.LibraryError]] = []
+    for family in families.values():
+        calls = [call for call in shapes.calls if call.family == family.name]
+        if not _runs_on(target, family.name) or not (calls or hasattr(family, "extra")):
+            continue
+        try:
+            chosen.append((family, calls, family.library(wanted)))
+        except exc.LibraryError as error:
+            chosen.append((family, calls, error))
+    return chosen
+
+
+def _runs_on(target: Target, name: str) -> bool:
+    """Return whether a family has kernels on ``target``; elsewhere its calls run as reference implementations."""
+    family = load_families().get(name)
+    return family is None or target.device in getattr(family, "devices", ("cuda",))
 
 
 def _plan_family(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from fxwarm import store
+from fxwarm import planner, store
 from fxwarm.options import Options
 from fxwarm.records import Entry, Library, Target, WarmPlan, WarmReport, digest
 from passes.records import SCHEMA, ShapeSet
@@ -45,13 +45,17 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
 
     It is believed only if its receipt is there and every file that the receipt names is whole.
     """
-    shapes = warmup.source
-    if not isinstance(shapes, ShapeSet) or not shapes.calls:
+    shapes, target = warmup.shapes, warmup.target
+    if not shapes.calls or target is None:
         return None
-    libraries = _libraries(shapes, warmup.target, warmup.libraries)
-    if libraries is None:
+    chosen = [library for _, _, library in planner.choose(shapes, target, warmup.libraries)]
+    libraries = tuple(library for library in chosen if isinstance(library, Library))
+    if len(libraries) < len(chosen):
         return None
-    key = key_of(shapes, warmup.target, libraries, warmup.graph_key)
+    key = key_of(shapes, target, libraries, warmup.graph_key)
+    if warmup.offered is not None and warm_key(warmup.offered) == key:
+        log.info("fxwarm: the plan that came with the model fits: %d kernels", len(warmup.offered))
+        return warmup.offered
     folder = store.root(warmup.options.cache_dir)
     receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
     if receipt is None or receipt.plan_key != key:
@@ -104,20 +108,3 @@ def check_entry(entry: Entry, *, whole: bool = False) -> str:
     except OSError as error:
         return f"{path.parent.name}/{path.name}: {error.strerror}"
     return ""
-
-
-def _libraries(shapes: ShapeSet, target: Target, wanted: object) -> tuple[Library, ...] | None:
-    """Return what the planner would plan with, cheaply: the identities enter the key before anything is planned."""
-    from fxwarm import exc
-    from fxwarm.family import load_families
-
-    used = []
-    for family in load_families().values():
-        has_calls = any(call.family == family.name for call in shapes.calls)
-        if not has_calls or target.device not in getattr(family, "devices", ("cuda",)):
-            continue
-        try:
-            used.append(family.library(wanted))  # type: ignore[arg-type]
-        except exc.LibraryError:
-            return None
-    return tuple(used)

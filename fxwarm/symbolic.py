@@ -6,6 +6,7 @@ frame again with symbolic sizes: one more trace, no recompile at the next size.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Collection
@@ -33,6 +34,17 @@ except (ImportError, AttributeError) as _error:  # no restart: plan what Dynamo 
 
 _marked = torch.utils.weak.WeakTensorKeyDictionary()
 """Tensors that were marked once, with the dims: at most one restart a tensor."""
+_before = torch.utils.weak.WeakTensorKeyDictionary()
+"""What ``_MARKS`` were on a tensor before it was marked."""
+_MARKS = (
+    "_dynamo_weak_dynamic_indices",
+    "_dynamo_unbacked_indices",
+    "_dynamo_hint_overrides",
+    "_dynamo_unbacked_bounds",
+    "_dynamo_shape_ids",
+    "_has_dynamo_dim_marking",
+)
+"""What torch's marking functions set on a tensor (2.11 to 2.14)."""
 
 
 def retrace_if_static(
@@ -54,6 +66,7 @@ def retrace_if_static(
     ]
     for tensor, dims in todo:
         _marked[tensor] = dims
+        _before[tensor] = {name: copy.copy(getattr(tensor, name, None)) for name in _MARKS}
         for dim in dims:
             if how == "unbacked":
                 torch._dynamo.decorators.mark_unbacked(tensor, dim)
@@ -64,15 +77,16 @@ def retrace_if_static(
 
 
 def unmark(inputs: list[Any]) -> None:
-    """Take the marks of ``retrace_if_static`` off the user's tensors, which may be compiled again by others."""
+    """Take the marks of ``retrace_if_static`` off the user's tensors, which may be compiled again by others.
+
+    To be called before Dynamo makes the guards of the frame: they compare these very attributes.
+    """
     for tensor in inputs:
-        if not torch.is_tensor(tensor) or tensor not in _marked:
-            continue
-        weak = getattr(tensor, "_dynamo_weak_dynamic_indices", None)
-        if isinstance(weak, set):
-            weak -= set(_marked[tensor])
-            if not weak:
-                del tensor._dynamo_weak_dynamic_indices
+        for name, value in _before.pop(tensor, {}).items() if torch.is_tensor(tensor) else ():
+            if value is not None:
+                setattr(tensor, name, value)
+            elif hasattr(tensor, name):
+                delattr(tensor, name)
 
 
 def specialized(
@@ -83,10 +97,10 @@ def specialized(
     for _, node, tensor in _activations(gm, inputs, weights):
         for dim in _marked.get(tensor, ()):
             value = node.meta.get("example_value")
-            if value is None or dim >= value.dim() or not isinstance(value.shape[dim], int):
-                continue
-            name = f"{_source(node)}.size()[{dim}]"
-            out.append(Specialization(name, value.shape[dim], _culprit(value, _source(node), dim)))
+            size = _fixed(value.shape[dim]) if value is not None and dim < value.dim() else None
+            if size is not None:
+                name = f"{_source(node)}.size()[{dim}]"
+                out.append(Specialization(name, size, _culprit(value, _source(node), dim)))
     return tuple(out)
 
 
@@ -117,6 +131,14 @@ def _static_dims(node: torch.fx.Node, tensor: torch.Tensor, how: str) -> list[in
         # A size of 0 or 1 is specialised by torch in any case, unless it is unbacked.
         and (tensor.shape[dim] >= 2 or (how == "unbacked" and tensor.shape[dim] == 1))
     ]
+
+
+def _fixed(size: int | torch.SymInt) -> int | None:
+    """Return the number that ``size`` is by now, or None while it is symbolic; adds no guard."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.shape_env.simplify(size.node.expr)
+    return int(expr) if expr.is_Integer else None
 
 
 def _leading(tensor: torch.Tensor) -> range:

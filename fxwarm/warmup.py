@@ -43,15 +43,29 @@ class Warmup:
     ``start`` plans and builds in the background, ``finish`` waits and makes it warm. Both may be called again.
     """
 
-    def __init__(self, source: ShapeSet | WarmPlan, target: Target, device: torch.device, options: Options) -> None:
-        self.source, self.target, self.device, self.options = source, target, device, options
-        self.graph_key = source.graph_key if isinstance(source, WarmPlan) else ""
+    def __init__(
+        self,
+        shapes: ShapeSet,
+        options: Options,
+        *,
+        device: torch.device | None = None,
+        target: Target | None = None,
+        plan: WarmPlan | None = None,
+        offered: WarmPlan | None = None,
+        graph_key: str = "",
+    ) -> None:
+        """Warm ``shapes`` on ``device``; where it is not known yet, ``settle`` tells.
+
+        ``plan`` is run as it is. ``offered`` came with a saved model: it is used if it fits what is installed here.
+        """
+        self.shapes, self.options, self.graph_key = shapes, options, graph_key
+        self.device, self.target = device, target
+        self.plan, self.offered = plan, offered
         self.libraries: Mapping[str, str] = {}
-        self.plan: WarmPlan | None = source if isinstance(source, WarmPlan) else None
         self.report: WarmReport | None = None
         self._built: list[Built] = []
         self._found: list[CompileKey] = []
-        self._absent: list[str] = []
+        self._absent: dict[str, str] = {}
         self._build_seconds = 0.0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -62,11 +76,19 @@ class Warmup:
         """Whether ``finish`` has run."""
         return self.report is not None
 
+    def settle(self, args: tuple[Any, ...]) -> None:
+        """Take the device from ``args`` where it is not known yet."""
+        if self.device is None:
+            self.device = device_of(args)
+        if self.target is None:
+            self.target = Target.current(self.device)
+
     def start(self, graph_key: str = "") -> None:
         """Begin to plan and build in the background. A second call does nothing."""
         with self._lock:
             if self._thread is not None or self.report is not None:
                 return
+            self.settle(())
             self.graph_key = graph_key or self.graph_key
             self._thread = threading.Thread(target=self._prepare, name="fxwarm-build", daemon=True)
             self._thread.start()
@@ -80,7 +102,7 @@ class Warmup:
             if self.report is None:
                 begin = time.perf_counter()
                 self.start()
-                self._wait()
+                self.wait()
                 if self._error is not None and not isinstance(self._error, Exception):
                     raise self._error
                 self.report = self._make_warm(bind, begin)
@@ -89,7 +111,8 @@ class Warmup:
             raise exc.IncompleteError(_why_partial(self.report))
         return self.report
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until what ``start`` began is done."""
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(0.2)  # in slices, so that Ctrl-C arrives
@@ -97,10 +120,10 @@ class Warmup:
     def _prepare(self) -> None:
         try:
             begin = time.perf_counter()
+            assert self.target is not None
             if self.plan is None:
-                assert isinstance(self.source, ShapeSet)
                 self.plan = receipts.stored_plan(self) or make_plan(
-                    self.source,
+                    self.shapes,
                     self.target,
                     self.libraries,
                     ask=True,
@@ -114,10 +137,11 @@ class Warmup:
             self._error = error
 
     def _build(self, plan: WarmPlan) -> None:
+        assert self.target is not None
         for family, group in by_family(plan.planned):
-            library = next((lib for lib in plan.libraries if lib.distribution in family.distributions), None)
-            if library is not None and not library.installed:
-                self._absent.append(f"{library}: install it to warm {len(group)} kernels of {family.name}")
+            library = family.library(self.libraries)
+            if not library.installed:
+                self._absent[family.name] = f"{library}: install it to warm {len(group)} kernels of {family.name}"
                 continue
             missing = family.missing(group, self.target)
             lacking = {p.key for p in missing}
@@ -133,16 +157,19 @@ class Warmup:
                     progress.step(str(built.key), built.seconds, built.error)
 
     def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
+        assert self.target is not None and self.device is not None
         loaded: list[Loaded] = []
         tuned: list[Tuned] = []
         gaps: list[Gap] = []
-        plan = self.plan or WarmPlan(self.target)
+        plan = self.plan  # not `or`: an empty plan is falsy, and its gaps count
+        if plan is None:
+            plan = WarmPlan(self.target, shapes=self.shapes, graph_key=self.graph_key)
         if self._error is not None:
             gaps.append(Gap("warmup", f"{type(self._error).__name__}: {self._error}"))
         with _load_lock, quiet(self.device), memory(self.device) as used:
             failed = {b.key for b in self._built if b.error}
             for family, group in by_family(plan.planned):
-                if any(absent.endswith(f"kernels of {family.name}") for absent in self._absent):
+                if family.name in self._absent:
                     continue
                 try:
                     tune = getattr(family, "tune", None)
@@ -168,7 +195,7 @@ class Warmup:
             tuned=tuple(tuned),
             gaps=tuple(dict.fromkeys([*plan.gaps, *gaps])),
             reference=plan.reference,
-            absent=tuple(self._absent),
+            absent=tuple(self._absent.values()),
             notes=plan.notes,
             specialized=plan.shapes.specialized,
             seconds=time.perf_counter() - begin,
@@ -182,7 +209,8 @@ class Warmup:
         return (str(self.device), planned.key) in _resident
 
     def _load(self, family: KernelFamily, wanted: Sequence[Planned], bind: Bind) -> list[Loaded]:
-        out = []
+        assert self.target is not None
+        out: list[Loaded] = []
         canary = self.target.arch not in getattr(family, "archs", (self.target.arch,))
         for group in ([wanted[:1], wanted[1:]] if canary else [wanted]):
             for item in family.load(group, self.target, bind) if group else ():
@@ -263,16 +291,23 @@ def memory(device: torch.device) -> Iterator[dict[str, int]]:
 
 
 def run(plan: WarmPlan, options: Options | None = None, device: Any = None, bind: Bind = no_weights) -> WarmReport:
-    """Make ``plan`` warm on ``device`` (by default the current CUDA device, else the CPU) and return the report."""
-    where = torch.device(device) if device is not None else current_device(plan.target)
-    return Warmup(plan, plan.target, where, options or resolve()).finish(bind)
+    """Make ``plan`` warm on ``device`` (by default the current one of the plan's kind) and return the report."""
+    where = torch.device(device) if device is not None else current_device(plan.target.device)
+    warmup = Warmup(plan.shapes, options or resolve(), device=where, target=plan.target, plan=plan)
+    return warmup.finish(bind)
 
 
-def current_device(target: Target) -> torch.device:
-    """Return the device that a plan for ``target`` is run on in this process."""
-    if target.device == "cuda" and torch.cuda.is_available():
+def current_device(kind: str = "cuda") -> torch.device:
+    """Return the current CUDA device if ``kind`` is "cuda" and there is one, else the CPU."""
+    if kind == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_of(args: Iterable[Any]) -> torch.device:
+    """Return the first CUDA device among the tensors in ``args``, else the CPU; without tensors the current device."""
+    devices = [a.device for a in args if torch.is_tensor(a)]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu") if devices else current_device())
 
 
 def is_capturing() -> bool:

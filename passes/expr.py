@@ -59,10 +59,13 @@ def _words() -> SimpleNamespace:
 
     both = {
         "FloorDiv": (of_torch.FloorDiv, np.floor_divide),
-        "CleanDiv": (of_torch.CleanDiv, np.floor_divide),
+        "CleanDiv": (of_torch.FloorDiv, np.floor_divide),  # the same value
         "Mod": (of_torch.Mod, np.mod),
         "PythonMod": (of_torch.PythonMod, np.mod),
-        "ModularIndexing": (of_torch.ModularIndexing, lambda b, d, m: np.mod(np.floor_divide(b, d), m)),
+        "ModularIndexing": (
+            of_torch.ModularIndexing,
+            lambda b, d, m: np.mod(np.floor_divide(b, d), m),
+        ),
         "Max": (of_torch.Max, lambda *a: functools.reduce(np.maximum, a)),
         "Min": (of_torch.Min, lambda *a: functools.reduce(np.minimum, a)),
         "PowByNatural": (of_torch.PowByNatural, np.power),
@@ -103,17 +106,23 @@ def parse(text: str) -> sympy.Expr:
     ValueError, naming the part, for all but integers, floats, symbols, arithmetic, comparisons and known functions.
     """
     if len(text) > LONGEST:
-        raise ValueError(f"the expression {text[:40]}... has {len(text)} characters; at most {LONGEST} are read")
+        raise ValueError(
+            f"the expression {text[:40]}... has {len(text)} characters; at most {LONGEST} are read"
+        )
     try:
         tree = ast.parse(text.strip(), mode="eval")
         return _build(tree.body, 0)
     except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(f"{text[:80]!r} is no expression over sizes; write one such as '128*((s0 + 127)//128)'") from None
+        raise ValueError(
+            f"{text[:80]!r} is no expression over sizes; write one such as '128*((s0 + 127)//128)'"
+        ) from None
     except (ZeroDivisionError, AssertionError, TypeError, ArithmeticError, AttributeError) as error:
-        raise ValueError(f"{text[:80]!r} has no value: {error or type(error).__name__}; correct the expression") from None
+        raise ValueError(
+            f"{text[:80]!r} has no value: {error or type(error).__name__}; correct the expression"
+        ) from None
 
 
-def _build(node: ast.expr, depth: int) -> Any:
+def _build(node: ast.expr, depth: int) -> Any:  # noqa: PLR0911
     """Return the sympy expression of one syntax node. Raises ValueError for what is not on the list."""
     import sympy
 
@@ -135,16 +144,20 @@ def _build(node: ast.expr, depth: int) -> Any:
             return _build(operand, depth + 1)
         case ast.BinOp(left=left, op=operator, right=right):
             return _small(_combine(operator, _build(left, depth + 1), _build(right, depth + 1)))
-        case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator).__name__ in _OPERATORS:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
+            type(operator).__name__ in _OPERATORS
+        ):
             made = make[_OPERATORS[type(operator).__name__]]
             return made(_build(left, depth + 1), _build(right, depth + 1))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in make:
             return _small(make[name](*(_build(arg, depth + 1) for arg in args)))
     what = ast.unparse(node) if depth else type(node).__name__
-    raise ValueError(f"{what[:80]!r} does not belong in an expression over sizes; known functions: {', '.join(make)}")
+    raise ValueError(
+        f"{what[:80]!r} does not belong in an expression over sizes; known functions: {', '.join(make)}"
+    )
 
 
-def _combine(operator: ast.operator, left: Any, right: Any) -> Any:
+def _combine(operator: ast.operator, left: Any, right: Any) -> Any:  # noqa: PLR0911
     """Return ``left operator right``."""
     import sympy
 
@@ -166,13 +179,15 @@ def _combine(operator: ast.operator, left: Any, right: Any) -> Any:
             return left / right
         case ast.Pow() if isinstance(right, sympy.Integer) and 0 <= right <= 63:
             return left**right
-    raise ValueError(f"{type(operator).__name__} does not belong in an expression; powers have exponents 0 to 63")
+    raise ValueError(
+        f"{type(operator).__name__} does not belong in an expression; powers have exponents 0 to 63"
+    )
 
 
 def _small(expr: Any) -> Any:
-    """Return ``expr``, unless it is a number that int64 cannot hold (``9**9**9`` must not be computed)."""
-    if getattr(expr, "is_Rational", False) and max(abs(expr.p), expr.q) > LARGEST:
-        raise ValueError("a number of the expression is beyond 2**62; no size is")
+    """Return ``expr``, unless it is a number that int64 cannot hold: towers of powers must not be computed."""
+    if getattr(expr, "is_number", False) and not (expr.is_finite and abs(expr) <= LARGEST):
+        raise ValueError("a number of the expression is infinite or beyond 2**62; no size is")
     return expr
 
 
@@ -185,7 +200,7 @@ def to_text(expr: sympy.Basic) -> str:
     return _print(expr)[0]
 
 
-def _print(expr: Any) -> tuple[str, int]:
+def _print(expr: Any) -> tuple[str, int]:  # noqa: PLR0911, PLR0912
     """Return the text of ``expr`` and how tightly it binds."""
     name = type(expr).__name__
     if expr.is_Symbol:
@@ -200,7 +215,10 @@ def _print(expr: Any) -> tuple[str, int]:
         return _print_product(expr)
     if expr.is_Float:
         return repr(float(expr)), _ATOM if expr >= 0 else _ADD
-    if name in ("FloorDiv", "CleanDiv"):  # the same value: that nothing is left over is no use to a reader
+    if name in (
+        "FloorDiv",
+        "CleanDiv",
+    ):  # the same value: that nothing is left over is no use to a reader
         return "//".join(_wrap(arg, _ATOM) for arg in expr.args), _MUL
     if name in _RELATIONS:
         return f" {_RELATIONS[name]} ".join(_print(arg)[0] for arg in expr.args), 1
@@ -215,9 +233,15 @@ def _print(expr: Any) -> tuple[str, int]:
     if name == "Identity":
         return _print(expr.args[0])
     if name in _words().make:
-        ordered = sorted(expr.args, key=_rank_number_first) if name in ("Max", "Min", "And", "Or") else expr.args
+        ordered = (
+            sorted(expr.args, key=_rank_number_first)
+            if name in ("Max", "Min", "And", "Or")
+            else expr.args
+        )
         return f"{name}({', '.join(_print(arg)[0] for arg in ordered)})", _ATOM
-    raise ValueError(f"{name}({', '.join(map(str, expr.args))}) is no function over sizes; pass its result instead")
+    raise ValueError(
+        f"{name}({', '.join(map(str, expr.args))}) is no function over sizes; pass its result instead"
+    )
 
 
 def _print_product(expr: Any) -> tuple[str, int]:
@@ -228,7 +252,7 @@ def _print_product(expr: Any) -> tuple[str, int]:
     if expr.is_Rational:
         number, factors = expr, ()
     above = [f for f in factors if not (f.is_Pow and f.exp.is_Integer and f.exp < 0)]
-    below = [f.base ** -f.exp for f in factors if f.is_Pow and f.exp.is_Integer and f.exp < 0]
+    below = [f.base**-f.exp for f in factors if f.is_Pow and f.exp.is_Integer and f.exp < 0]
     top = [_wrap(f, _POW) for f in sorted(above, key=lambda f: (not f.is_Symbol, _print(f)[0]))]
     if abs(number.p) != 1 or not top:
         top.insert(0, str(abs(number.p)))
@@ -295,7 +319,9 @@ def _compiled(expr: sympy.Basic) -> tuple[Callable[..., Any], tuple[str, ...]]:
     # floor(s0/3 + 1/3) in floating point can land on the wrong side: in integers it cannot
     exact = expr.replace(sympy.floor, _floor).replace(sympy.ceiling, lambda x: -_floor(-x))
     # the printer is ours, and so are the names that it prints: sympy prints torch's Max as its own
-    return sympy.lambdify(symbols, exact, modules=[_words().run], printer=to_text), tuple(s.name for s in symbols)
+    return sympy.lambdify(symbols, exact, modules=[_words().run], printer=to_text), tuple(
+        s.name for s in symbols
+    )
 
 
 def _floor(number: Any) -> Any:
@@ -306,7 +332,7 @@ def _floor(number: Any) -> Any:
     return _words().make["FloorDiv"](above, below)
 
 
-def magnitude(expr: Any, largest: Mapping[str, int]) -> int:
+def magnitude(expr: Any, largest: Mapping[str, int]) -> int:  # noqa: PLR0911
     """Return a bound on the absolute value of ``expr`` and of all that it is computed from.
 
     ``largest`` is such a bound for each symbol. At most ``LARGEST`` means that ``evaluate`` cannot wrap around.
@@ -323,5 +349,5 @@ def magnitude(expr: Any, largest: Mapping[str, int]) -> int:
     if expr.is_Mul:
         return math.prod(parts)
     if type(expr).__name__ in ("Pow", "PowByNatural"):
-        return parts[0] ** min(parts[1], 64)
+        return int(parts[0] ** min(parts[1], 64))
     return max(parts)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,13 +27,14 @@ def define_op(
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
     cuda: Callable[..., Any],
+    by_name: bool = False,
 ) -> torch._ops.OpOverload:
     """Define ``fxwarm::<schema>`` and return its overload; harmless where it is defined already.
 
-    ``fake`` checks the arguments and returns empty outputs; ``cpu`` is the reference. Both get every
-    argument by name, defaults filled in. ``fake`` also runs before each ``cpu`` call, so that a wrong call
-    fails alike in a trace and on a machine without a GPU. ``cuda`` is the hot path: it gets the arguments
-    by position as the dispatcher passes them, without trailing ones that have their default.
+    ``fake`` checks the arguments and returns empty outputs; it also runs before each ``cpu`` call, so that
+    a wrong call fails alike in a trace and on a machine without a GPU, and never before ``cuda``. All get
+    the arguments by position, as the dispatcher passes them: without trailing ones that have their
+    default. With ``by_name``, ``fake`` and ``cpu`` get each argument by name, defaults filled in.
 
     Raises RuntimeError where the op exists with another schema.
     """
@@ -48,23 +49,26 @@ def define_op(
                 f"{full} is already defined as {found}; two versions of fxwarm are in this process: "
                 "start a new one"
             )
-        return packet.default
-    names = [argument.name for argument in parsed.arguments]
-    defaults = {a.name: a.default_value for a in parsed.arguments if a.has_default_value()}
+        return cast(torch._ops.OpOverload, packet.default)
+    if by_name:
+        fake, cpu = _by_name(parsed, fake), _by_name(parsed, cpu)
 
-    def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-    def call_fake(*args: Any, **kwargs: Any) -> Any:
-        return fake(**by_name(args, kwargs))
-
-    def call_cpu(*args: Any, **kwargs: Any) -> Any:
-        given = by_name(args, kwargs)
-        fake(**given)
-        return cpu(**given)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        fake(*args, **kwargs)
+        return cpu(*args, **kwargs)
 
     _library.define(schema, tags=_TAGS)
-    _library.impl(name, call_cpu, "CPU")
+    _library.impl(name, checked, "CPU")
     _library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(full, call_fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_fake(full, fake, lib=_library)
+    return cast(torch._ops.OpOverload, getattr(getattr(torch.ops, NAMESPACE), name).default)
+
+
+def _by_name(schema: torch._C.FunctionSchema, function: Callable[..., Any]) -> Callable[..., Any]:
+    names = [argument.name for argument in schema.arguments]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(**{**defaults, **dict(zip(names, args, strict=False)), **kwargs})
+
+    return call

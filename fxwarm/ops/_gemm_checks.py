@@ -140,7 +140,7 @@ def check_prenorm(
     check_shape(op, "sqr_sum", sqr_sum, [*lead, m], because, rows=rows)
 
 
-def _check_scales(
+def _check_scales(  # noqa: PLR0917
     op: str,
     name: str,
     tensor: Tensor,

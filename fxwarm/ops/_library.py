@@ -56,7 +56,9 @@ def load_library(name: str) -> ModuleType:
         if hub.fullmatch(loaded):
             return module
     extra = _INSTALL[name.partition(".")[0]]
-    raise LibraryError(f"{name} is not installed; install {extra}, or name a module with use_library")
+    raise LibraryError(
+        f"{name} is not installed; install {extra}, or name a module with use_library"
+    )
 
 
 def _broken(name: str, error: Exception) -> LibraryError:
@@ -76,6 +78,7 @@ class Function:
     def forget(self) -> None:
         """Look the function up again at the next call."""
         self._function: Callable[..., Any] | None = None
+        self.module: ModuleType | None = None
         self.accepted: frozenset[str] | None = None
 
     def resolve(self) -> Callable[..., Any]:
@@ -89,6 +92,7 @@ class Function:
                     f"{module.__name__} {version} has no {' or '.join(self.names)}; install a newer one"
                 )
             function = getattr(module, found)
+            self.module = module
             self.accepted = accepted_names(function)
             self._function = function
         return self._function

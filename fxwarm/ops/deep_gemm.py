@@ -14,6 +14,8 @@ write into ``d`` and return nothing, for inference only: no gradient flows throu
 where ``b_sf`` is int32. ``compiled_dims`` None is the library's default, which decides what kernels share.
 """
 
+# ruff: noqa: PLR0917 (the argument order is the schema's)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -81,6 +83,7 @@ fp8_gemm_nt = define_op(
     fake=partial(_gemm_checks.check_gemm, "fp8_gemm_nt"),
     cpu=_gemm.dense,
     cuda=_call_fp8_gemm_nt,
+    by_name=True,
 )
 
 
@@ -95,6 +98,7 @@ bf16_gemm_nt = define_op(
     fake=partial(_gemm_checks.check_gemm, "bf16_gemm_nt"),
     cpu=_gemm.dense,
     cuda=_call_bf16_gemm_nt,
+    by_name=True,
 )
 
 
@@ -134,6 +138,7 @@ m_grouped_fp8_gemm_nt_contiguous = define_op(
     fake=partial(_gemm_checks.check_contiguous, "m_grouped_fp8_gemm_nt_contiguous"),
     cpu=_gemm.contiguous,
     cuda=_call_fp8_contiguous,
+    by_name=True,
 )
 
 
@@ -163,6 +168,7 @@ m_grouped_bf16_gemm_nt_contiguous = define_op(
     fake=partial(_gemm_checks.check_contiguous, "m_grouped_bf16_gemm_nt_contiguous"),
     cpu=_gemm.contiguous,
     cuda=_call_bf16_contiguous,
+    by_name=True,
 )
 
 
@@ -199,6 +205,7 @@ m_grouped_fp8_gemm_nt_masked = define_op(
     fake=partial(_gemm_checks.check_masked, "m_grouped_fp8_gemm_nt_masked"),
     cpu=_gemm.masked,
     cuda=_call_fp8_masked,
+    by_name=True,
 )
 
 
@@ -221,6 +228,7 @@ einsum = define_op(
     fake=partial(_gemm_checks.check_einsum, "einsum"),
     cpu=_gemm.einsum,
     cuda=_call_einsum,
+    by_name=True,
 )
 
 
@@ -242,6 +250,7 @@ fp8_einsum = define_op(
     fake=partial(_gemm_checks.check_einsum, "fp8_einsum"),
     cpu=_gemm.einsum,
     cuda=_call_fp8_einsum,
+    by_name=True,
 )
 
 
@@ -261,4 +270,5 @@ tf32_hc_prenorm_gemm = define_op(
     fake=partial(_gemm_checks.check_prenorm, "tf32_hc_prenorm_gemm"),
     cpu=_gemm.prenorm,
     cuda=_call_prenorm,
+    by_name=True,
 )

@@ -10,22 +10,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import sympy
-
-    from passes.records import Dim, KernelCall
+    from passes.records import KernelCall
 
 BLOCK = 64
 """Rows of tokens, and columns of K, that one block of the GEMM takes."""
 
 RULES = ("mhc", "mhc_bucketed")
-"""What the attribute ``num_splits`` of a call holds where the caller derives it from the tokens at run time."""
+"""What ``num_splits`` of a call holds where the caller derives it from the tokens at run time, on its device."""
 
 
 def num_splits(tokens: int, k: int, num_sms: int, rule: str = "mhc") -> int:
     """Return the number of K-splits of the mHC pre-norm GEMM at ``tokens`` tokens.
 
     ``k`` is the width of the GEMM in elements: hc_mult * hidden, or hidden for a first layer that broadcasts. With
-    132 SMs and k=28672 it takes 22 values over 1..8192 tokens. The rule "mhc_bucketed" rounds it to 1, 4 or 16.
+    132 SMs and k=28672 it takes 22 values over 1..8192 tokens. The rule "mhc_bucketed" rounds up to 1, 4 or 16.
 
     Raises ValueError at 0 tokens, where the callers return without a kernel.
     Source: vLLM 0.33 ``compute_num_split``, SGLang 0.5.23 ``_compute_num_split_for_mhc_pre``.
@@ -38,15 +36,20 @@ def num_splits(tokens: int, k: int, num_sms: int, rule: str = "mhc") -> int:
     return splits
 
 
-def expression(tokens: sympy.Expr | int, k: int, num_sms: int, rule: str = "mhc") -> sympy.Expr:
-    """Return ``num_splits`` as an expression of ``tokens``."""
-    import sympy
+def expression(tokens: str, k: int, num_sms: int, rule: str = "mhc") -> str:
+    """Return ``num_splits`` as text over the sizes in ``tokens``, for ``passes.bound``.
 
-    blocks = sympy.ceiling(sympy.sympify(tokens) / BLOCK)
-    splits = sympy.Max(1, sympy.Min(sympy.floor(num_sms / blocks), -(-k // BLOCK) // 4))
+    >>> expression("s0", 28672, 132)
+    'Max(1, Min(112, 132//((s0 + 63)//64)))'
+    """
+    from passes import expr
+
+    cap = -(-k // BLOCK) // 4
+    blocks = f"Max(1, (({tokens}) + {BLOCK - 1})//{BLOCK})"  # at 0 tokens nobody asks, and nothing divides by 0
+    splits = f"Max(1, Min({cap}, {num_sms}//{blocks}))"
     if rule == "mhc_bucketed":
-        return sympy.Piecewise((1, splits <= 1), (4, splits <= 4), (16, True))
-    return splits
+        splits = f"Where({splits} <= 1, 1, Where({splits} <= 4, 4, 16))"
+    return expr.to_text(expr.parse(splits))
 
 
 def device_sms(device: Any) -> int:
@@ -61,43 +64,42 @@ def device_sms(device: Any) -> int:
 
 
 def prenorm_call(op: Any) -> KernelCall | None:
-    """Return the call of DeepGEMM's ``tf32_hc_prenorm_gemm`` inside the mHC op ``op``; None: it makes none.
+    """Return the call of DeepGEMM's ``tf32_hc_prenorm_gemm`` that the mHC op ``op`` makes; None: it makes none.
 
-    Its attribute ``num_splits`` names the rule, since the SM count is not known before there is a target;
-    ``resolve`` turns it into numbers.
+    Its attribute ``num_splits`` names the rule, for a graph does not know the SM count; ``resolve`` makes it numbers.
 
     Facts:
         KernelCall(deep_gemm, tf32_hc_prenorm_gemm, a=bfloat16[s0, 16384], b=float32[24, 16384], num_splits="mhc")
     """
-    from fxwarm.ops import mhc_calls
+    from fxwarm.ops.mhc_calls import read
 
-    found = mhc_calls.prenorm(op)
-    if found is None:
+    layer = read(op)
+    if layer is None or layer.a is None or layer.b is None:
         return None
-    a, b, rule = found
-    call: KernelCall = op.call("deep_gemm", "tf32_hc_prenorm_gemm", {"a": a, "b": b}, {"num_splits": rule})
+    tensors = {"a": layer.a, "b": layer.b}
+    call: KernelCall = op.call("deep_gemm", "tf32_hc_prenorm_gemm", tensors, {"num_splits": layer.rule})
     return call
 
 
 def resolve(call: KernelCall, num_sms: int) -> KernelCall:
-    """Return ``call`` with a Dim in the place of a rule in ``num_splits``; any other call as it is."""
-    import msgspec
+    """Return ``call`` with the rule in ``num_splits`` as a Dim, and with its outputs d and sqr_sum.
 
+    Any other call comes back as it is. Raises ValueError for tokens without an upper bound.
+    """
     rule = call.attr("num_splits")
     if rule not in RULES:
         return call
-    dim = splits_dim(call, call["a"].dims[0].expr, int(call["a"].dims[1]), num_sms, str(rule))
-    attrs = tuple((name, dim if name == "num_splits" else value) for name, value in call.attrs)
-    return msgspec.structs.replace(call, attrs=attrs)
+    import msgspec
 
+    from passes import bound
+    from passes.records import Dim, TensorSpec
 
-def splits_dim(call: KernelCall, tokens: str, k: int, num_sms: int, rule: str) -> Dim:
-    """Return the splits of ``call`` as a Dim over its symbols, with the values it can take."""
-    from passes import bound, runs
-    from passes.records import Dim
-
-    expr = expression(bound.parse(call, tokens), k, num_sms, rule)
-    values = sorted({int(row[0]) for row in bound.image(call, expr).rows})
-    import numpy as np
-
-    return Dim(str(expr), values[0], values[-1], runs.from_array(np.array(values, np.int64)))
+    tokens, k = call["a"].dims
+    text = expression(tokens.expr, int(k), num_sms, str(rule))
+    splits = bound.bound_dim(text, call.symbols, call.guards)
+    if splits.is_static:
+        splits = Dim.static(int(splits))
+    d = TensorSpec("float32", (splits, tokens, call["b"].dims[0]))
+    outputs = (("d", d), ("sqr_sum", TensorSpec("float32", (splits, tokens))))
+    attrs = tuple((name, splits if name == "num_splits" else value) for name, value in call.attrs)
+    return msgspec.structs.replace(call, tensors=(*call.tensors, *outputs), attrs=attrs)

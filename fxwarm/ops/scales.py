@@ -19,9 +19,7 @@ _FP8_MAX = 448.0
 _SMALLEST_AMAX = 1e-4  # as DeepGEMM: a block of zeros gets a finite scale
 
 
-def per_token_cast_to_fp8(
-    x: torch.Tensor, gran_k: int = 128
-) -> tuple[torch.Tensor, torch.Tensor]:
+def per_token_cast_to_fp8(x: torch.Tensor, gran_k: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each run of ``gran_k`` elements of a row: ``[..., M, K] -> fp8, sf[..., M, ceil(K/gran_k)]``.
 
     ``x`` is ``fp8 * sf`` up to rounding; the scales are float32, row-major. K need not be a multiple.
@@ -51,7 +49,9 @@ def scale_recipe(recipe: Sequence[int] | None, b_sf: torch.Tensor | None) -> tup
     if recipe is None:
         return (1, 1, 128) if b_sf is not None and b_sf.dtype == torch.int32 else (1, 128, 128)
     if len(recipe) != 3:
-        text = f"recipe is {tuple(recipe)}; give (rows of A, rows of B, columns) that a scale covers"
+        text = (
+            f"recipe is {tuple(recipe)}; give (rows of A, rows of B, columns) that a scale covers"
+        )
         raise ShapeMismatchError(text)
     gran_m, gran_n, gran_k = recipe
     return gran_m, gran_n, gran_k

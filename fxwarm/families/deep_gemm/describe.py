@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 from fxwarm.families.deep_gemm import heuristics as h
 from fxwarm.families.deep_gemm import shapes
+from fxwarm.families.deep_gemm.heuristics.descriptor import Dtype, Major
 from fxwarm.records import Library, Target
 from passes.records import Dim, KernelCall, TensorSpec
 
 __all__ = ["Described", "describe", "place_of", "settings_of", "version_of"]
 
 _SCALED = (1, 128, 128)
-_DTYPES: dict[str, h.descriptor.Dtype] = {
-    "float8_e4m3fn": "fp8", "bfloat16": "bf16", "float32": "fp32",
-}  # fmt: skip
+_DTYPES: dict[str, Dtype] = {"float8_e4m3fn": "fp8", "bfloat16": "bf16", "float32": "fp32"}
 
 
 class Described(NamedTuple):
@@ -25,6 +24,13 @@ class Described(NamedTuple):
     """Expression of the dim whose values decide between kernels."""
     rows: str
     """Expression of M, which decides how large a launch is."""
+
+
+class _Case(NamedTuple):
+    call: KernelCall
+    version: h.Version
+    settings: h.Settings
+    compiled: str
 
 
 def version_of(library: Library) -> h.Version:
@@ -67,98 +73,107 @@ def describe(call: KernelCall, version: h.Version, settings: h.Settings) -> Desc
     groups = _static(call, where.groups, "the number of groups") if where.groups else 1
     dims = call.attr("compiled_dims")
     compiled = str(dims) if dims is not None else h.default_compiled_dims(call.op, version)
+    case = _Case(call, version, settings, compiled)
     if call.op.startswith("k_grouped"):
-        return _k_grouped(call, version, settings, groups, int(m), n, compiled)
+        return _k_grouped(case, groups, int(m), n)
     k = _static(call, where.k, "K")
     if call.op.endswith("einsum"):
-        return Described(_einsum(call, version, settings, groups, n, k), m.expr, m.expr)
+        return Described(_einsum(case, groups, n, k), m.expr, m.expr)
     if "masked" in call.op:
-        return _masked(call, version, settings, (groups, n, k), m, compiled)
+        return _masked(case, (groups, n, k), m)
     if "m_grouped" in call.op:
-        return _contiguous(call, version, settings, (groups, n, k), m, compiled)
-    gemm = _dense(call, version, settings, n, k, compiled)
-    return Described(gemm, m.expr, m.expr)
+        return _contiguous(case, (groups, n, k), m)
+    return Described(_dense(case, n, k), m.expr, m.expr)
 
 
-def _dense(
-    call: KernelCall, version: h.Version, settings: h.Settings, n: int, k: int, compiled: str
-) -> h.Gemm:
+def _dense(case: _Case, n: int, k: int) -> h.Gemm:
+    call, version, settings, compiled = case
     layout = call.op.rsplit("_", 1)[1]
     d_dtype = _DTYPES[call["d"].dtype]
     if call.op.startswith("bf16"):
         return h.bf16_gemm_nt(
-            n, k, version, settings,
+            n,
+            k,
+            version,
+            settings,
             d_dtype=d_dtype,
             with_accumulation="c" in call,
             major_a=_major(call["a"], layout[0] == "t"),
             major_b=_major(call["b"], layout[1] == "n"),
             compiled_dims=compiled,
-        )  # fmt: skip
+        )
     gran_n, gran_k = _granularity(call)
     one_d_one_d = gran_n == 1
-    if settings.arch == 90 and (d_dtype, "c" in call) != (
-        ("fp32", True) if one_d_one_d else ("bf16", False)
-    ):
+    wanted = ("fp32", True) if one_d_one_d else ("bf16", False)
+    if settings.arch == 90 and (d_dtype, "c" in call) != wanted:
+        takes = "a float32 d and c" if one_d_one_d else "a bfloat16 d and no c"
         raise ValueError(
-            f"with scales of B over {gran_n} rows the library takes "
-            f"{'a float32 d and c' if one_d_one_d else 'a bfloat16 d and no c'}, not {call['d']}; "
+            f"with scales of B over {gran_n} rows the library takes {takes}, not {call['d']}; "
             "change d, c or the recipe"
         )
     return h.fp8_gemm_nt(
-        n, k, version, settings,
+        n,
+        k,
+        version,
+        settings,
         one_d_one_d=one_d_one_d,
         compiled_dims=compiled,
         major_sfb="K" if one_d_one_d else _major(call["b_sf"], layout[1] == "n"),
         gran_k=gran_k,
-    )  # fmt: skip
+    )
 
 
-def _contiguous(
-    call: KernelCall, version: h.Version, settings: h.Settings,
-    dims: tuple[int, int, int], m: Dim, compiled: str,
-) -> Described:  # fmt: skip
-    groups, n, k = dims
+def _contiguous(case: _Case, dims: tuple[int, int, int], m: Dim) -> Described:
+    call, version, settings, compiled = case
     psum = call.attr("use_psum_layout") is True
     expected = call.attr("expected_m_for_psum_layout")
     transposed = call.op.endswith("_nn_contiguous")
     if "bf16" in call.op:
         gemm = h.m_grouped_bf16_gemm_nt_contiguous(
-            groups, n, k, version, settings,
-            use_psum_layout=psum, has_expected_m=expected is not None,
-            major_b=_major(call["b"], transposed), compiled_dims=compiled,
-        )  # fmt: skip
+            *dims,
+            version,
+            settings,
+            use_psum_layout=psum,
+            has_expected_m=expected is not None,
+            major_b=_major(call["b"], transposed),
+            compiled_dims=compiled,
+        )
     else:
         gemm = h.m_grouped_fp8_gemm_nt_contiguous(
-            groups, n, k, version, settings,
-            use_psum_layout=psum, has_expected_m=expected is not None, compiled_dims=compiled,
-            major_sfb=_major(call["b_sf"], transposed), gran_k=_granularity(call)[1],
-        )  # fmt: skip
+            *dims,
+            version,
+            settings,
+            use_psum_layout=psum,
+            has_expected_m=expected is not None,
+            compiled_dims=compiled,
+            major_sfb=_major(call["b_sf"], transposed),
+            gran_k=_granularity(call)[1],
+        )
     return Described(gemm, m.expr if expected is None else _expr(expected), m.expr)
 
 
-def _masked(
-    call: KernelCall, version: h.Version, settings: h.Settings,
-    dims: tuple[int, int, int], m: Dim, compiled: str,
-) -> Described:  # fmt: skip
-    groups, n, k = dims
-    expected = _expr(call.attr("expected_m"))
+def _masked(case: _Case, dims: tuple[int, int, int], m: Dim) -> Described:
+    call, version, settings, compiled = case
+    most = int(m) if m.is_static else None
     if "bf16" in call.op:
         gemm = h.m_grouped_bf16_gemm_nt_masked(
-            groups, n, k, version, settings,
-            max_m=int(m) if m.is_static else None, compiled_dims=compiled,
-        )  # fmt: skip
+            *dims, version, settings, max_m=most, compiled_dims=compiled
+        )
     else:
         gemm = h.m_grouped_fp8_gemm_nt_masked(
-            groups, n, k, version, settings,
-            max_m=int(m) if m.is_static else None, compiled_dims=compiled,
-            major_sfb=_major(call["b_sf"], False), gran_k=_granularity(call)[1],
-        )  # fmt: skip
-    return Described(gemm, expected, m.expr)
+            *dims,
+            version,
+            settings,
+            max_m=most,
+            compiled_dims=compiled,
+            major_sfb=_major(call["b_sf"], False),
+            gran_k=_granularity(call)[1],
+        )
+    return Described(gemm, _expr(call.attr("expected_m")), m.expr)
 
 
-def _einsum(
-    call: KernelCall, version: h.Version, settings: h.Settings, groups: int, n: int, k: int
-) -> h.Gemm:
+def _einsum(case: _Case, groups: int, n: int, k: int) -> h.Gemm:
+    call, version, settings, _ = case
     expr = str(call.attr("expr")).replace(" ", "")
     if call.op == "fp8_einsum":
         if expr != "bhr,hdr->bhd" or _granularity(call) != (128, 128):
@@ -172,25 +187,30 @@ def _einsum(
     raise h.Unmodelled(f"einsum {expr!r}")
 
 
-def _k_grouped(
-    call: KernelCall, version: h.Version, settings: h.Settings,
-    groups: int, m: int, n: int, compiled: str,
-) -> Described:  # fmt: skip
-    ks = call.attr("ks")
-    if not isinstance(ks, tuple) or not all(isinstance(k, int) for k in ks):
+def _k_grouped(case: _Case, groups: int, m: int, n: int) -> Described:
+    call, version, settings, compiled = case
+    given = call.attr("ks")
+    ks = [k for k in given if isinstance(k, int)] if isinstance(given, tuple) else []
+    if not ks or not isinstance(given, tuple) or len(ks) != len(given):
         raise ValueError("the K of each group is not static; pass ks as plain numbers")
     if call.op == "k_grouped_bf16_gemm_tn_contiguous":
         gemm = h.k_grouped_bf16_gemm_tn_contiguous(
-            groups, m, n, version, settings, d_dtype=_DTYPES[call["d"].dtype],
-            with_accumulation="c" in call, compiled_dims=compiled,
-        )  # fmt: skip
+            groups,
+            m,
+            n,
+            version,
+            settings,
+            d_dtype=_DTYPES[call["d"].dtype],
+            with_accumulation="c" in call,
+            compiled_dims=compiled,
+        )
     elif call.op == "k_grouped_fp8_gemm_nt_contiguous":
         gemm = h.k_grouped_fp8_gemm_nt_contiguous(
             groups, m, n, version, settings, compiled_dims=compiled
         )
     else:
         raise h.Unmodelled(f"the kernels of {call.op}")
-    return Described(gemm, str(max(int(k) for k in ks if isinstance(k, int))), str(m))
+    return Described(gemm, str(max(ks)), str(m))
 
 
 def place_of(call: KernelCall, places: tuple[tuple[str, int], ...]) -> Dim:
@@ -220,7 +240,7 @@ def _granularity(call: KernelCall) -> tuple[int, int]:
     return numbers[-2], numbers[-1]
 
 
-def _major(spec: TensorSpec, transposed: bool) -> h.descriptor.Major:
+def _major(spec: TensorSpec, transposed: bool) -> Major:
     """Return K if the last dim, after the transposition that the form implies, has stride 1."""
     if not spec.strides:
         last = len(spec.dims) - 1

@@ -48,16 +48,16 @@ def name_a(tag: str, code: str, flags: Iterable[str], compiler: tuple[int, int])
 
 
 def name_b(
-    tag: str, code: str, flags: Iterable[str], compiler_text: str, include: Path, cutlass: str
+    tag: str, code: str, flags: Iterable[str], *, compiler_text: str, include: Path, cutlass: str
 ) -> str:
     """Return the name of an entry below ``cache/`` in generation B.
 
     ``flags`` without the include path, which is not in the key; ``compiler_text`` all that
     ``nvcc --version`` prints; ``cutlass`` as in "481".
     """
+    known: dict[str, str] = {}
     source = [code.encode()]
-    for header in _INCLUDE.findall(code):
-        source.append(_file_digest_b(include / header, include).encode())
+    source += [_file_digest_b(n, include, known).encode() for n in _INCLUDE.findall(code)]
     parts = (
         f"cutlass-{cutlass}",
         digest_b([compiler_text.encode()]),
@@ -75,7 +75,9 @@ def includes_hash(code: str, include: Path, *, known: dict[Path, str] | None = N
     headers between calls.
     """
     known = {} if known is None else known
-    return digest_a("".join(f"{_header(p, include, known)}$" for p in _INCLUDE.findall(code)).encode())
+    return digest_a(
+        "".join(f"{_header(p, include, known)}$" for p in _INCLUDE.findall(code)).encode()
+    )
 
 
 def _header(name: str, include: Path, known: dict[Path, str]) -> str:
@@ -83,18 +85,20 @@ def _header(name: str, include: Path, known: dict[Path, str]) -> str:
     if path not in known:
         text = path.read_bytes()
         behind = "".join(
-            f"{_header(n, include, known)}$" for n in _INCLUDE.findall(text.decode("utf-8", "replace"))
+            f"{_header(n, include, known)}$"
+            for n in _INCLUDE.findall(text.decode("utf-8", "replace"))
         )
         known[path] = digest_a(f"{behind}#{digest_a(text)}".encode())
     return known[path]
 
 
-def _file_digest_b(path: Path, include: Path) -> str:
-    text = path.read_bytes()
-    parts = [text]
-    for header in _INCLUDE.findall(text.decode("utf-8", "replace")):
-        parts.append(_file_digest_b(include / header, include).encode())
-    return digest_b(parts)
+def _file_digest_b(name: str, include: Path, known: dict[str, str]) -> str:
+    if name not in known:
+        text = (include / name).read_bytes()
+        behind = _INCLUDE.findall(text.decode("utf-8", "replace"))
+        parts = [text, *(_file_digest_b(n, include, known).encode() for n in behind)]
+        known[name] = digest_b(parts)
+    return known[name]
 
 
 def _fnv1a(data: bytes, state: int, prime: int) -> int:

@@ -42,6 +42,8 @@ _PSUM = ("use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout")
 def _entries() -> dict[str, Entry]:
     pair = ("a,a_sf", "b,b_sf", "d")
     found: list[Entry] = []
+    names: tuple[str, ...]
+    optional: tuple[str, ...]
     for form in ("nt", "nn", "tn", "tt"):
         name = f"fp8_gemm_{form}"
         found.append(Entry(name, pair, ("c", *_FP8), (name, f"fp8_fp4_gemm_{form}")))

@@ -6,6 +6,7 @@ does not know becomes a gap; with a GPU the recorder answers instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,15 @@ from fxwarm.families.deep_gemm.describe import describe, place_of, settings_of, 
 from fxwarm.families.deep_gemm.entries import NO_MODEL, spelling
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.records import CompileKey, Library, Planned, Target
-from passes.records import Dim, Gap, KernelCall
+from passes.records import Dim, Gap, KernelCall, TensorSpec
 
 if TYPE_CHECKING:
     from passes.bound import Image
 
-__all__ = ["image_of", "key_of", "keys", "witness_at"]
+__all__ = ["image_of", "key_of", "keys", "strides_of", "witness_at"]
 
 
-def keys(
-    calls: Sequence[KernelCall], target: Target, library: Library
-) -> Iterator[Planned | Gap]:
+def keys(calls: Sequence[KernelCall], target: Target, library: Library) -> Iterator[Planned | Gap]:
     """Yield each distinct kernel that ``calls`` can need on ``target``, and what is not modelled.
 
     The witness is the call with the smallest attainable M among all calls that share the kernel.
@@ -98,7 +97,7 @@ def _layout(call: KernelCall, version: h.Version, settings: h.Settings) -> Itera
             continue
         order = _order(call, name)
         dims = [spec.dims[i].expr for i in order]
-        strides = [spec.strides[i] for i in order] if spec.strides else _contiguous(spec.dims, order)
+        strides = [strides_of(spec)[i] for i in order]
         where = shapes.form(call.op, dict(call.attrs))
         rows = place_of(call, where.m).expr if where else dims[-2]
         image = image_of(call, rows, *dims, *strides)
@@ -154,13 +153,6 @@ def _per_row(call: KernelCall, settings: h.Settings) -> bool:
     return per_row or call.op.startswith("k_grouped")
 
 
-def _contiguous(dims: tuple[Dim, ...], order: list[int]) -> list[str]:
-    strides = [
-        " * ".join(f"({d.expr})" for d in dims[i + 1 :]) or "1" for i in range(len(dims))
-    ]
-    return [strides[i] for i in order]
-
-
 def _prenorm(call: KernelCall, settings: h.Settings) -> Iterator[_Found]:
     n, k = (int(d) for d in call["b"].dims)
     splits = call.attr("num_splits")
@@ -202,6 +194,20 @@ def _through_cublaslt(
         num_sms=settings.num_sms,
         device_sms=int(given.get("device_sms", settings.num_sms)),
     )
+
+
+def strides_of(spec: TensorSpec) -> tuple[str, ...]:
+    """Return a tensor's strides as expressions, those of a contiguous one spelled out."""
+    if spec.strides:
+        return spec.strides
+    found = []
+    for at in range(len(spec.dims)):
+        behind = spec.dims[at + 1 :]
+        if all(d.is_static for d in behind):
+            found.append(str(math.prod(int(d) for d in behind)))
+        else:
+            found.append("*".join(f"({d.expr})" for d in behind))
+    return tuple(found)
 
 
 def image_of(call: KernelCall, *exprs: str) -> Image:

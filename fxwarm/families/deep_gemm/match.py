@@ -22,7 +22,8 @@ from fxwarm.families.deep_gemm import shapes
 from fxwarm.families.deep_gemm.entries import ENTRIES, UNCOVERED, Entry, spelling
 
 if TYPE_CHECKING:
-    from passes.flatten import OpCall, SymTensor
+    from passes.calls import SymTensor
+    from passes.flatten import OpCall
     from passes.records import Gap, KernelCall
 
 __all__ = ["FAMILY", "match"]
@@ -109,13 +110,14 @@ def _dynamic(op: OpCall) -> tuple[KernelCall, ...]:
 
     Its scales are MN-major and not padded, as ``per_token_group_quant_fp8`` lays them out.
     """
-    x, w, w_scale = (op.arguments[name] for name in ("x", "w", "w_scale"))
+    given: Mapping[str, Any] = op.arguments
+    x, w, w_scale = (given[name] for name in ("x", "w", "w_scale"))
     if len(x.shape) != 2 or len(w.shape) != 2:
         return ()
     m, k = x.shape
     if isinstance(m, int) and m < SMALL_M:
         return ()
-    group = op.arguments.get("group", op.arguments.get("group_size", 128))
+    group = given.get("group", given.get("group_size", 128))
     groups = -(-int(k) // int(group))
     tensors = {
         "a": _derived(x, w.dtype, (m, k), (k, 1)),
@@ -124,18 +126,18 @@ def _dynamic(op: OpCall) -> tuple[KernelCall, ...]:
         "b_sf": w_scale,
         "d": _derived(x, "bfloat16", (m, w.shape[0]), (w.shape[0], 1)),
     }
-    attrs = {} if op.arguments.get("e8m0") else {"disable_ue8m0_cast": True}
+    attrs = {} if given.get("e8m0") else {"disable_ue8m0_cast": True}
     shapes.check(
         "fp8_gemm_nt", {n: tuple(t.shape) for n, t in tensors.items()}, _dtypes(tensors), attrs
     )
-    call = op.call(FAMILY, "fp8_gemm_nt", tensors, attrs)
-    return (shapes.at_least(call, "a", 0, SMALL_M),)
+    call = shapes.at_least(op.call(FAMILY, "fp8_gemm_nt", tensors, attrs), "a", 0, SMALL_M)
+    return () if call is None else (call,)
 
 
 def _derived(like: Any, dtype: str, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> SymTensor:
-    from passes.flatten import SymTensor
+    from passes.calls import SymTensor
 
-    return SymTensor(dtype, shape, strides, like.device, None)
+    return SymTensor(dtype, shape, strides, like.device)
 
 
 def _flattened(given: Mapping[str, Any], recipe: str) -> tuple[int, ...] | None:

@@ -145,14 +145,28 @@ def _show(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def at_least(call: KernelCall, tensor: str, dim: int, least: int) -> KernelCall:
-    """Return ``call`` with the guard that a dim of it is at least ``least``."""
+def at_least(call: KernelCall, tensor: str, dim: int, least: int) -> KernelCall | None:
+    """Return ``call`` where a dim of it is at least ``least``, None where it never is."""
     import msgspec
 
-    expr = call[tensor].dims[dim]
-    if expr.is_static:
-        return call
-    return msgspec.structs.replace(call, guards=(*call.guards, f"{expr.expr} >= {least}"))
+    from passes.bound import bound_dim
+
+    at = call[tensor].dims[dim]
+    if at.is_static:
+        return call if int(at) >= least else None
+    if at.upper is not None and at.upper < least:
+        return None
+    guards = tuple(sorted({*call.guards, f"{at.expr} >= {least}"}))
+    tensors = tuple(
+        (
+            name,
+            msgspec.structs.replace(
+                spec, dims=tuple(bound_dim(d.expr, call.symbols, guards) for d in spec.dims)
+            ),
+        )
+        for name, spec in call.tensors
+    )
+    return msgspec.structs.replace(call, tensors=tensors, guards=guards)
 
 
 def local_experts(experts: int, ranks: int) -> int:

@@ -176,7 +176,7 @@ def from_json(text: str) -> Any:
     return tvm.ir.load_json(text)
 
 
-def parameters(prim_func: Any, kernel: Any) -> list[tuple[Any, list[int]]]:
+def parameters(kernel: Any) -> list[tuple[Any, list[int]]]:
     """Return torch dtype and shape of each argument of ``kernel``, every dynamic size being 1."""
     from tilelang import tvm
 

@@ -1,0 +1,192 @@
+"""DeepGEMM as a ``KernelFamily``: wires the modules of this room together."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxwarm import exc
+from fxwarm.families.deep_gemm import cache, library, match, presence, toolchain
+from fxwarm.records import Built, Library, Loaded, Planned, Target
+from passes.records import Gap, KernelCall
+
+if TYPE_CHECKING:
+    from passes.flatten import OpCall
+
+__all__ = ["DeepGemm"]
+
+log = logging.getLogger(__name__)
+
+
+class DeepGemm:
+    """DeepGEMM, whatever its distribution: sgl-deep-gemm, tokenspeed-deepgemm, upstream, vendored.
+
+    ``memory`` is the device memory that loading may use at once, in bytes, and ``timeout`` the
+    seconds that one compile may take; None takes ``fxwarm.memory`` and ``fxwarm.build_timeout``.
+    """
+
+    name = "deep_gemm"
+    distributions = library.DISTRIBUTIONS
+    devices = ("cuda",)
+    archs = ("sm_90a",)
+    """Seen to work on an H200; the rules for SM100 were checked against compiled code only."""
+
+    def __init__(self, memory: int | None = None, timeout: float | None = None) -> None:
+        self.memory, self.timeout = memory, timeout
+        self._before: frozenset[str] | None = None
+
+    def __repr__(self) -> str:
+        return "DeepGemm()"
+
+    def match(self, op: OpCall) -> Iterable[KernelCall | Gap]:
+        """Return the DeepGEMM calls that ``op`` makes; see ``match``."""
+        return match.match(op)
+
+    def library(self, wanted: Mapping[str, str]) -> Library:
+        """Return the build to plan for. Raises LibraryError for an unknown wanted version."""
+        return library.find_library(wanted)
+
+    def keys(
+        self, calls: Sequence[KernelCall], target: Target, library: Library
+    ) -> Iterable[Planned | Gap]:
+        """Return each kernel that ``calls`` can need, by the modelled heuristics."""
+        from fxwarm.families.deep_gemm.keys import keys
+
+        return keys(calls, target, library)
+
+    def reference(self, call: KernelCall, target: Target) -> bool:
+        """Return whether ``call`` runs as a reference implementation on ``target``: nothing to warm."""
+        return target.device == "cpu"
+
+    def prepare(self, target: Target, library: Library) -> None:
+        """Start the recorder's child in the background; a failure shows when it is asked."""
+        if target.device != "cuda" or not library.installed:
+            return
+        from fxwarm.families.deep_gemm.recorder import recorder_for
+
+        recorder = recorder_for(target, library)
+
+        def start() -> None:
+            try:
+                recorder.start()
+            except Exception as error:
+                log.debug("fxwarm: the recorder did not start: %s", error)
+
+        threading.Thread(target=start, name="fxwarm-recorder", daemon=True).start()
+
+    def record(
+        self, calls: Sequence[KernelCall], target: Target, library: Library
+    ) -> Iterable[Planned | Gap]:
+        """Yield each kernel that the library itself asks for. Raises LibraryError if it cannot say.
+
+        Nothing is yielded where it compiles through NVRTC: there the model serves.
+        """
+        from fxwarm.families.deep_gemm.recorder import recorder_for
+
+        if toolchain.uses_nvrtc(_generation(library)):
+            log.warning(
+                "fxwarm: DG_JIT_USE_NVRTC is set, so DeepGEMM's kernels are planned by the model and "
+                "compiled one after the other when they are loaded; unset it to build in parallel"
+            )
+            return
+        yield from recorder_for(target, library).record(calls)
+
+    def drift(self, modelled: Sequence[Planned], recorded: Sequence[Planned]) -> list[str]:
+        """Return where the model and the library disagree."""
+        from fxwarm.families.deep_gemm.recorder import compare
+
+        return compare(modelled, recorded)
+
+    def missing(self, planned: Sequence[Planned], target: Target) -> list[Planned]:
+        """Return those that the library's disk cache lacks, or holds damaged."""
+        found = presence.held(planned, self._roots())
+        return [p for p in planned if p.key not in found]
+
+    def cached(self, planned: Sequence[Planned]) -> list[Path]:
+        """Return the binaries of the library's cache that hold these kernels."""
+        found = presence.held(planned, self._roots())
+        return [found[p.key] / cache.CUBIN for p in planned if p.key in found]
+
+    def build(self, planned: Sequence[Planned], target: Target, jobs: int) -> Iterator[Built]:
+        """Compile recorded sources into the library's cache; see ``build``.
+
+        Kernels without a source are left to ``load``, which makes the library compile them.
+        """
+        from fxwarm.families.deep_gemm.build import TIMEOUT, build
+
+        found = library.find_library({})
+        generation = _generation(found)
+        sourced = [p for p in planned if p.source is not None]
+        if not sourced:
+            return
+        try:
+            compiler = toolchain.find_compiler(generation)
+            toolchain.check(compiler, target.arch or "sm_90a", generation)
+            needed = toolchain.needs_cuobjdump(library.heuristics_of(found))
+            toolchain.check_cuobjdump(compiler, needed=needed)
+        except exc.LibraryError as error:
+            yield from (Built(p.key, error=str(error)) for p in sourced)
+            return
+        where = cache.writable(self._roots(generation))
+        if where != self._roots(generation):
+            os.environ.update(cache.environment(where))  # read by the library at its first call
+        timeout = self.timeout or _option("build_timeout", TIMEOUT)
+        yield from build(sourced, where, compiler, jobs=jobs, timeout=timeout)
+
+    def load(self, planned: Sequence[Planned], target: Target, bind: Any) -> Iterator[Loaded]:
+        """Launch each kernel's witness once on the current device; see ``load``."""
+        from fxwarm.families.deep_gemm.load import load
+
+        name = library.module_name()
+        if name is None:
+            yield from (Loaded(p.key, error="DeepGEMM is not installed here") for p in planned)
+            return
+        if self._before is None:
+            self._before = frozenset(cache.entries(self._roots()))
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # it asserts a toolkit at import
+            words = (
+                f"{name} does not import ({type(error).__name__}: {error}); see its requirements"
+            )
+            yield from (Loaded(p.key, error=words) for p in planned)
+            return
+        alignment = int(library.live_settings(name).get("mk_alignment", "128"))
+        yield from load(planned, module, bind, memory=self._memory(), alignment=alignment)
+
+    def verify(self, planned: Sequence[Planned]) -> list[Gap]:
+        """Return a gap for each entry that came into the cache since loading began, unplanned."""
+        if self._before is None:
+            return []
+        where = self._roots()
+        new = {n: f for n, f in cache.entries(where).items() if n not in self._before}
+        self._before = frozenset(cache.entries(where))
+        return presence.unplanned(new, planned)
+
+    def _roots(self, generation: str | None = None) -> cache.Roots:
+        return cache.roots(generation or _generation(library.find_library({})))
+
+    def _memory(self) -> int:
+        given = self.memory or int(_option("memory", 0))
+        if given:
+            return given
+        import torch
+
+        if not torch.cuda.is_available():
+            return 1 << 30
+        return int(torch.cuda.mem_get_info()[0]) // 2
+
+
+def _generation(found: Library) -> str:
+    return dict(found.settings).get("generation", "A")
+
+
+def _option(name: str, default: float) -> float:
+    from fxwarm.options import resolve
+
+    return float(getattr(resolve(), name, default) or default)

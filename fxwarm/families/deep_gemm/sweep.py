@@ -1,0 +1,125 @@
+"""A collected call as the recorder's child can read it: plain numbers, and which of them vary.
+
+Call:
+    fp8_gemm_nt(a=float8_e4m3fn[s0, 7168], ..., d=bfloat16[s0, 2112]), 1 <= s0 <= 8192
+
+Sweep:
+    {"op": "fp8_gemm_nt", "tensors": {"a": ["float8_e4m3fn", [["$", 0], 7168], [7168, 1]], ...},
+     "attrs": {}, "rows": [[1], [2], ..., [8192]]}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fxwarm.families.deep_gemm import shapes
+from fxwarm.families.deep_gemm.describe import place_of
+from fxwarm.families.deep_gemm.keys import image_of, strides_of, witness_at
+from passes.records import Dim, KernelCall
+
+if TYPE_CHECKING:
+    from passes.bound import Image
+
+__all__ = ["MOST_CALLS", "Sweep", "make_sweep", "thin"]
+
+MOST_CALLS = 1_000_000
+"""Calls of one request beyond which only one M of each interval is asked: 50 s at 50 us each."""
+FLIPS = (63, 64, 127, 128, 255, 256, 511, 512)
+"""M at which builds of 2025 change inside an interval of 16."""
+
+
+class Sweep(NamedTuple):
+    """One call with the points at which it is to be made."""
+
+    call: KernelCall
+    image: Image
+    points: np.ndarray
+    """Indices of the image's rows, those with M > 0."""
+    tensors: dict[str, Any]
+    attrs: dict[str, Any]
+    literal_m: bool
+    """Whether M itself is in the kernel, so that no point may be left out."""
+
+    def request(self) -> dict[str, Any]:
+        """Return the call in the child's words."""
+        rows = self.image.rows[self.points].tolist()
+        return {"op": self.call.op, "tensors": self.tensors, "attrs": self.attrs, "rows": rows}
+
+    def witness(self, row: int) -> KernelCall:
+        """Return the static call at one row of the request."""
+        return witness_at(self.call, self.image, int(self.points[row]))()
+
+    def m_at(self, row: int) -> int:
+        """Return M at one row of the request."""
+        return int(self.image.rows[self.points[row], 0])
+
+
+def make_sweep(call: KernelCall) -> Sweep:
+    """Return every attainable point of ``call``. Raises ValueError where they cannot be listed."""
+    columns: dict[str, int] = {_rows_of(call): 0}
+
+    def number(expr: str) -> Any:
+        if expr.lstrip("-").isdigit():
+            return int(expr)
+        return ["$", columns.setdefault(expr, len(columns))]
+
+    def attribute(value: Any) -> Any:
+        if isinstance(value, Dim):
+            return number(value.expr)
+        return [attribute(v) for v in value] if isinstance(value, tuple) else value
+
+    tensors = {
+        name: [
+            spec.dtype,
+            [number(d.expr) for d in spec.dims],
+            [number(s) for s in strides_of(spec)],
+        ]
+        for name, spec in call.tensors
+    }
+    attrs = {name: attribute(value) for name, value in call.attrs}
+    image = image_of(call, *columns)
+    points = np.flatnonzero(image.rows[:, 0] > 0)
+    dims = call.attr("compiled_dims")
+    literal = "m" in str(dims) if dims is not None else call.op.endswith(("_tn", "_tt"))
+    return Sweep(call, image, points, tensors, attrs, literal)
+
+
+def thin(sweep: Sweep) -> Sweep:
+    """Return the sweep with the smallest M of each interval in which no choice changes.
+
+    Every breakpoint of every known version is a multiple of 16 or one of ``FLIPS``; what else
+    varies (splits, expected rows) keeps all its values, in the same intervals.
+    """
+    if sweep.literal_m:
+        return sweep
+    rows = sweep.image.rows[sweep.points]
+    flip = np.where(np.isin(rows[:, 0], FLIPS), rows[:, 0], 0)
+    others = [_interval(sweep, rows, at) for at in _deciding(sweep)]
+    ids = np.column_stack([-(-rows[:, 0] // 16), flip, *others])
+    _, first = np.unique(ids, axis=0, return_index=True)
+    return sweep._replace(points=sweep.points[np.sort(first)])
+
+
+def _deciding(sweep: Sweep) -> list[int]:
+    """Return the columns that attributes read: they decide beside M."""
+    found: list[int] = []
+    for value in sweep.attrs.values():
+        for part in value if isinstance(value, list) and value[:1] != ["$"] else [value]:
+            if isinstance(part, list) and part[:1] == ["$"]:
+                found.append(part[1])
+    return found
+
+
+def _interval(sweep: Sweep, rows: np.ndarray, column: int) -> np.ndarray:
+    exact = ["$", column] == sweep.attrs.get("num_splits")
+    found: np.ndarray = rows[:, column] if exact else -(-rows[:, column] // 16)
+    return found
+
+
+def _rows_of(call: KernelCall) -> str:
+    where = shapes.form(call.op, dict(call.attrs))
+    if where is not None:
+        return place_of(call, where.m).expr
+    return call.tensors[0][1].dims[0].expr
