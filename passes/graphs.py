@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from passes.calls import Bounder
-from passes.sizes import Sizes
+from passes.sizes import Sizes, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,30 +22,51 @@ def make_bounder(
 ) -> Bounder:
     """Return what bounds the sizes of ``gm``.
 
-    A module's own tensor that is no Parameter may have symbolic sizes under ``dynamic=True``; its real sizes, read from
-    ``example_inputs``, then replace these symbols everywhere: N and K are a weight's, and a weight does not change.
+    A tensor that is neither an argument nor a Parameter has symbolic sizes under ``dynamic=True``; its real sizes, read
+    from ``example_inputs``, then replace these symbols everywhere: N and K are a weight's, and a weight does not change.
     """
-    import torch
-
     holes = placeholders_of(gm)
     values = [value_of(hole) for hole in holes]
+    sources = [getattr(hole, "_dynamo_source", None) for hole in holes]
+    names = [hole.name if s is None else name_of(s) for hole, s in zip(holes, sources, strict=True)]
+    sizes = Sizes(
+        _shape_env_of(gm),
+        max_size=max_size,
+        inputs=dict(zip(names, values, strict=True)),
+        ranges=ranges,
+        pins=_pins_of(holes, values, example_inputs),
+    )
+    return Bounder(sizes)
+
+
+def _pins_of(
+    holes: Sequence[torch.fx.Node], values: Sequence[Any], example_inputs: Sequence[Any]
+) -> dict[Any, int]:
+    """Return the one value of each symbol that is a size of a tensor that stays."""
+    import torch
+
     pins: dict[Any, int] = {}
     for hole, value, real in zip(holes, values, example_inputs, strict=False):
-        kept = isinstance(real, torch.nn.Parameter) or (hole.meta.get("tensor_dict") or {}).get(
-            "_dynamo_static_input_type"
-        )
-        if (
-            kept
-            and isinstance(value, torch.Tensor)
-            and isinstance(real, torch.Tensor)
-            and value.dim() == real.dim()
-        ):
-            for size, number in zip(value.shape, real.shape, strict=False):
-                expr = getattr(getattr(size, "node", None), "expr", None)
-                if expr is not None and expr.is_Symbol and type(number) is int:
-                    pins[expr] = number
-    return Bounder(
-        Sizes(_shape_env_of(gm), max_size=max_size, inputs=values, ranges=ranges, pins=pins)
+        if not isinstance(value, torch.Tensor) or not isinstance(real, torch.Tensor):
+            continue
+        if not isinstance(real, torch.nn.Parameter) and _is_argument(hole):
+            continue
+        for size, number in zip(value.shape, real.shape, strict=False):
+            expr = getattr(getattr(size, "node", None), "expr", None)
+            if expr is not None and expr.is_Symbol and type(number) is int:
+                pins[expr] = number
+    return pins
+
+
+def _is_argument(hole: torch.fx.Node) -> bool:
+    """Whether an input of the graph may be another tensor at the next call: no module's, global's or closure's is."""
+    if (hole.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"):
+        return False
+    root: Any = getattr(hole, "_dynamo_source", None)
+    while getattr(root, "base", None) is not None:
+        root = root.base
+    return type(root).__name__ != "GlobalSource" and not getattr(
+        root, "is_derefed_cell_contents", False
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from passes.bound import Unbounded
@@ -64,27 +64,30 @@ class Sizes:
         shape_env: ShapeEnv | None = None,
         *,
         max_size: int = 8192,
-        inputs: Iterable[torch.Tensor | torch.SymInt | Any] = (),
+        inputs: Mapping[str, torch.Tensor | torch.SymInt | Any] | None = None,
         ranges: Mapping[sympy.Symbol, Any] | None = None,
         pins: Mapping[sympy.Symbol, int] | None = None,
     ) -> None:
         """Read ``shape_env``.
 
-        ``inputs`` are the fake values of the graph's placeholders, ``ranges`` the ``range_constraints`` of an exported
+        ``inputs`` are the fake values of the graph's placeholders by name, ``ranges`` the ``range_constraints`` of an exported
         program (they win: the ShapeEnv says [2, ...] where the user said 1), ``pins`` the symbols that stand for a
         weight's size and so have one value.
         """
         self.max_size = check_max_size(max_size)
         self._env = shape_env
-        self._pins = dict(pins or {})
+        self._pins = _numbers(pins or {})
         self._given = dict(ranges or {})
         self._simple: dict[sympy.Basic, Any] = {}
         self._ranges: dict[sympy.Symbol, Range] = {}
         self._conditions = self._read_conditions()
-        shapes = [self._read_input(value) for value in inputs]
-        self._inputs = dict.fromkeys(
-            s for shape, _ in shapes for size in shape for s in sorted(_symbols(size), key=str)
-        )
+        shapes = [self._read_input(value) for value in (inputs or {}).values()]
+        self._inputs: dict[sympy.Symbol, str] = {}  # where each first appears, in order
+        for (name, value), (shape, _) in zip((inputs or {}).items(), shapes, strict=True):
+            for dim, size in enumerate(shape):
+                words = f"{name}.shape[{dim}]" if hasattr(value, "shape") else name
+                for symbol in sorted(_symbols(size), key=str):
+                    self._inputs.setdefault(symbol, words)
         self.caps = self._make_caps(shapes)
 
     def size(self, value: Any) -> Any:
@@ -206,7 +209,9 @@ class Sizes:
                 root, path, dim = match.groups()
                 return root + path + (f".shape[{dim}]" if dim is not None else "")
             return str(name)
-        return str(symbol)
+        return self._inputs.get(
+            symbol, str(symbol)
+        )  # torch keeps no source of what mark_unbacked marked
 
     def conditions_on(self, symbol: sympy.Symbol) -> list[sympy.Basic]:
         """Return the guards and the torch._check conditions that mention ``symbol``."""
@@ -275,11 +280,31 @@ class Sizes:
             return self._ranges[symbol]
 
 
+def name_of(source: Any) -> str:
+    """Return a torch source in the model's words: ``L['x'].size()[0]`` is ``x.shape[0]``."""
+    name = str(
+        source.name() if callable(source.name) else source.name
+    )  # a method before torch 2.11
+    match = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", name)
+    if not match:
+        return name
+    root, path, dim = match.groups()
+    return root + path + (f".shape[{dim}]" if dim is not None else "")
+
+
 def is_unbacked(symbol: sympy.Symbol) -> bool:
     """Whether torch has no example value for ``symbol``."""
     from torch.utils._sympy import symbol as kinds
 
     return bool(kinds.symbol_is_type(symbol, kinds.SymT.UNBACKED_INT))
+
+
+def _numbers(pins: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, Any]:
+    if not pins:
+        return {}
+    import sympy
+
+    return {symbol: sympy.Integer(number) for symbol, number in pins.items()}
 
 
 def _symbols(size: Any) -> frozenset[Any]:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from passes.records import Dim, Gap, KernelCall, ShapeSet, Site, Specialization, Symbol, TensorSpec, UnknownOp
+from passes.records import (
+    Dim,
+    Gap,
+    KernelCall,
+    ShapeSet,
+    Site,
+    Specialization,
+    Symbol,
+    TensorSpec,
+    UnknownOp,
+)
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 sizes = st.integers(1, 1 << 20)
 
 
-def expressions(symbols: tuple[str, ...] = ("s0", "s1"), largest: int = 64) -> st.SearchStrategy[str]:
+def expressions(
+    symbols: tuple[str, ...] = ("s0", "s1"), largest: int = 64
+) -> st.SearchStrategy[str]:
     """Texts over ``symbols`` whose value is defined at every size of at least 1."""
     numbers = st.integers(1, largest).map(str)
     leaves = st.sampled_from(symbols) | numbers
@@ -25,7 +37,9 @@ def expressions(symbols: tuple[str, ...] = ("s0", "s1"), largest: int = 64) -> s
             st.tuples(inner, numbers).map(lambda p: f"({p[0]})//{p[1]}"),
             st.tuples(inner, numbers).map(lambda p: f"Mod({p[0]}, {p[1]})"),
             st.tuples(inner, numbers).map(lambda p: f"ceiling(({p[0]})/{p[1]})"),
-            st.tuples(inner, numbers).map(lambda p: f"({p[0]}) - {p[1]}").map(lambda t: f"Max(0, {t})"),
+            st.tuples(inner, numbers)
+            .map(lambda p: f"({p[0]}) - {p[1]}")
+            .map(lambda t: f"Max(0, {t})"),
             st.tuples(numbers, inner).map(lambda p: f"{p[0]}//Max(1, {p[1]})"),
             st.tuples(inner, numbers).map(lambda p: f"{p[1]}*((({p[0]}) + {p[1]} - 1)//{p[1]})"),
         )
@@ -43,7 +57,9 @@ def conditions(symbols: tuple[str, ...] = ("s0", "s1")) -> st.SearchStrategy[str
         st.tuples(one, number).map(lambda p: f"{p[0]} != {p[1]}"),
         st.tuples(one, one, number).map(lambda p: f"{p[0]}*{p[1]} <= {p[2]}"),
         st.tuples(one, one).map(lambda p: f"{p[0]} <= 2*{p[1]}"),
-        st.tuples(one, number, number).map(lambda p: f"Or({p[0]} < {p[1]}, Mod({p[0]}, {p[2]}) == 0)"),
+        st.tuples(one, number, number).map(
+            lambda p: f"Or({p[0]} < {p[1]}, Mod({p[0]}, {p[2]}) == 0)"
+        ),
     )
 
 
@@ -58,7 +74,9 @@ def dims(draw: st.DrawFn) -> Dim:
 
 
 tensors = st.builds(
-    TensorSpec, st.sampled_from(["bfloat16", "float8_e4m3fn"]), st.lists(dims(), max_size=4).map(tuple)
+    TensorSpec,
+    st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+    st.lists(dims(), max_size=4).map(tuple),
 )
 scalars = st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.floats(0.5, 2)
 calls = st.builds(
@@ -83,5 +101,7 @@ def shape_sets(draw: st.DrawFn) -> ShapeSet:
         sites,
         tuple(draw(st.lists(gaps, max_size=2, unique=True))),
         tuple(draw(st.lists(unknown, max_size=2, unique_by=lambda u: u.op))),
-        tuple(draw(st.lists(st.builds(Specialization, names, sizes, names), max_size=2, unique=True))),
+        tuple(
+            draw(st.lists(st.builds(Specialization, names, sizes, names), max_size=2, unique=True))
+        ),
     )

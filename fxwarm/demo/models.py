@@ -126,5 +126,7 @@ def token_ids(tokens: int = 64) -> torch.Tensor:
     import torch
 
     ids = torch.empty((1, tokens), dtype=torch.int64, device="meta")
-    torch._dynamo.maybe_mark_dynamic(ids, 1)  # else the first trace is static, and a second one follows
+    torch._dynamo.maybe_mark_dynamic(
+        ids, 1
+    )  # else the first trace is static, and a second one follows
     return ids

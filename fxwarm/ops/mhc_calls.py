@@ -122,7 +122,10 @@ def _pre(
     residual, fn = given["residual"], given["fn"]
     rows, k = fn.shape
     tokens, mult = math.prod(residual.shape[:-2]), _mult(rows)
-    wide = residual.shape[-1] if delayed and kind == "pre" else k // mult if isinstance(mult, int) else None
+    if given.get("x") is not None and kind == "pre":  # a first layer: its GEMM may be as narrow as hidden
+        wide = residual.shape[-1]
+    else:
+        wide = k // mult if isinstance(mult, int) else None
     statics = _statics(given)
     if delayed:
         statics["use_pre_mix_in"] = given.get("pre_mix") is not None
@@ -139,7 +142,7 @@ def _pre(
         statics=statics,
         norm=norm,
         delayed=delayed,
-        broadcast=wide is not None and k == wide,
+        broadcast=isinstance(wide, int) and k == wide,
         a=_like(residual, (tokens, k)),
         b=fn,
         main={"residual": residual, "fn": fn},

@@ -24,11 +24,8 @@ def per_token_cast_to_fp8(x: torch.Tensor, gran_k: int = 128) -> tuple[torch.Ten
 
     ``x`` is ``fp8 * sf`` up to rounding; the scales are float32, row-major. K need not be a multiple.
     """
-    k = x.shape[-1]
-    blocks = F.pad(x.float(), (0, -k % gran_k)).unflatten(-1, (-1, gran_k))
-    sf = blocks.abs().amax(-1).clamp_min(_SMALLEST_AMAX) / _FP8_MAX
-    fp8 = (blocks / sf.unsqueeze(-1)).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
-    return fp8.flatten(-2)[..., :k].contiguous(), sf
+    blocks = _pad(x.float(), (gran_k,)).unflatten(-1, (-1, gran_k))
+    return _scale_down(x, blocks.abs().amax(-1), (gran_k,))
 
 
 def per_block_cast_to_fp8(w: torch.Tensor, gran: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,12 +33,9 @@ def per_block_cast_to_fp8(w: torch.Tensor, gran: int = 128) -> tuple[torch.Tenso
 
     ``w`` is ``fp8 * sf`` up to rounding. N and K need not be multiples; leading dims are groups.
     """
-    n, k = w.shape[-2:]
-    padded = F.pad(w.float(), (0, -k % gran, 0, -n % gran))
+    padded = _pad(w.float(), (gran, gran))
     blocks = padded.unflatten(-1, (-1, gran)).unflatten(-3, (-1, gran))  # [..., n/g, g, k/g, g]
-    sf = blocks.abs().amax((-3, -1)).clamp_min(_SMALLEST_AMAX) / _FP8_MAX
-    fp8 = (blocks / sf[..., :, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
-    return fp8.flatten(-4, -3).flatten(-2)[..., :n, :k].contiguous(), sf
+    return _scale_down(w, blocks.abs().amax((-3, -1)), (gran, gran))
 
 
 def scale_recipe(recipe: Sequence[int] | None, b_sf: torch.Tensor | None) -> tuple[int, int, int]:
@@ -74,8 +68,29 @@ def unpack_ue8m0(sf: torch.Tensor) -> torch.Tensor:
 
 def dequantize(x: torch.Tensor, sf: torch.Tensor, gran_mn: int, gran_k: int) -> torch.Tensor:
     """Return ``x[..., MN, K]`` times its block scales, in float32."""
-    mn, k = x.shape[-2:]
-    scales = unpack_ue8m0(sf).repeat_interleave(gran_k, -1)[..., :k]
-    if gran_mn != 1:
-        scales = scales.repeat_interleave(gran_mn, -2)[..., :mn, :]
-    return x.float().mul_(scales)
+    return x.float() * _spread(unpack_ue8m0(sf), x, (gran_k, gran_mn))
+
+
+def _pad(x: torch.Tensor, grans: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x`` with its last dims rounded up to multiples of ``grans``, last dim first."""
+    missing = [-size % gran for size, gran in zip(reversed(x.shape), grans, strict=False)]
+    if not any(missing):  # F.pad would copy
+        return x
+    return F.pad(x, [pad for size in missing for pad in (0, size)])
+
+
+def _spread(sf: torch.Tensor, like: torch.Tensor, grans: tuple[int, ...]) -> torch.Tensor:
+    """Return the scale of each element of ``like``: of each row where only columns share one."""
+    for dim, gran in enumerate(grans, start=1):
+        if gran != 1:
+            sf = sf.repeat_interleave(gran, -dim).narrow(-dim, 0, like.shape[-dim])
+    return sf
+
+
+def _scale_down(
+    x: torch.Tensor, amax: torch.Tensor, grans: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sf = amax.clamp_min(_SMALLEST_AMAX) / _FP8_MAX
+    # x as it is, not its blocks put together again: in a trace a symbolic K stays the symbol it was
+    scaled = x.float() / _spread(sf, x, grans)
+    return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(FP8).contiguous(), sf

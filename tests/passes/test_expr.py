@@ -80,14 +80,22 @@ def test_what_is_no_expression_over_sizes_is_refused(text):
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["9**9**9", "10**10**2", "(9**60)**60", "PowByNatural(9, 99999)", "s0**99", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["9**9**9", "10**10**2", "(9**60)**60", "PowByNatural(9, 99999)", "s0**99", "1e999"]
+)
 def test_towers_of_powers_are_not_computed(text):
     with pytest.raises(ValueError, match=r"."):
         parse(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["s" * (LONGEST + 1), "(" * 500 + "s0" + ")" * 500, "-" * 9000 + "1", "Max(1, " * 150 + "s0" + ")" * 150]
+    "text",
+    [
+        "s" * (LONGEST + 1),
+        "(" * 500 + "s0" + ")" * 500,
+        "-" * 9000 + "1",
+        "Max(1, " * 150 + "s0" + ")" * 150,
+    ],
 )
 def test_long_or_deep_text_is_refused_before_it_hurts(text):
     with pytest.raises(ValueError, match=rf"{LONGEST}|{DEEPEST}|no expression"):
@@ -103,7 +111,9 @@ def test_division_is_exact_where_floating_point_would_round_the_wrong_way():
 
 def test_symbols_lose_what_their_graph_assumed_of_them():
     positive = sympy.Symbol("s77", integer=True, positive=True)
-    assert rename(of_torch.FloorDiv(positive + 1, 8), {positive: "s0"}) == of_torch.FloorDiv(S0 + 1, 8)
+    assert rename(of_torch.FloorDiv(positive + 1, 8), {positive: "s0"}) == of_torch.FloorDiv(
+        S0 + 1, 8
+    )
     assert rename(of_torch.Identity(positive) * 2, {positive: "s0"}).free_symbols == {S0}
 
 

@@ -39,10 +39,17 @@ def test_a_set_united_with_itself_only_counts_twice(shapes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"kind": "fxwarm.Plan", "schema": 1}', '{"kind": "fxwarm.ShapeSet", "schema": 99}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"kind": "fxwarm.Plan", "schema": 1}',
+        '{"kind": "fxwarm.ShapeSet", "schema": 99}',
+    ],
 )
 def test_a_foreign_or_damaged_file_is_refused_with_a_reason(text):
-    with pytest.raises(ValueError, match="make|give"):
+    with pytest.raises(ValueError, match=r"make|give"):
         ShapeSet.from_json(text)
 
 

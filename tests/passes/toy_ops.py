@@ -11,7 +11,7 @@ from passes.collect import Collected, collect
 from passes.flatten import OpCall
 from passes.records import Gap, KernelCall
 
-lib = torch.library.Library("toypasses", "FRAGMENT")  # noqa: TOR901
+lib = torch.library.Library("toypasses", "FRAGMENT")
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ def _linear_fake(x, w, dtype=None, groups=1):
 
 _define(
     "gemm(Tensor a, Tensor b, Tensor(d!) out, int n=3) -> ()",
-    lambda a, b, out, n=3: out.copy_(a @ b.t()) and None,
+    lambda a, b, out, n=3: None,
     lambda a, b, out, n=3: None,
 )
 _define(
@@ -61,14 +61,21 @@ def match(op: OpCall) -> Iterable[KernelCall | Gap]:
     """The family of gemm and linear."""
     if op.name == "gemm":
         yield op.call(
-            "toy", "gemm", {"a": op.tensor("a"), "b": op.tensor("b"), "d": op.tensor("out")}, {"n": op["n"]}
+            "toy",
+            "gemm",
+            {"a": op.tensor("a"), "b": op.tensor("b"), "d": op.tensor("out")},
+            {"n": op["n"]},
         )
     elif op.name == "linear":
         yield op.call("toy", "linear", {"x": op.tensor("x"), "w": op.tensor("w")})
 
 
 def collect_all(
-    model: Callable[..., Any], *args: Any, matchers: Any = (match,), given: dict[str, Any] | None = None, **kwargs: Any
+    model: Callable[..., Any],
+    *args: Any,
+    matchers: Any = (match,),
+    given: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> list[Collected]:
     """Return what is collected of each graph that torch.compile makes of ``model(*args)``; no guard may be added."""
     found: list[Collected] = []

@@ -63,7 +63,16 @@ class BlockKernel(NamedTuple):
     @property
     def template(self) -> tuple[str, ...]:
         """What specialises the kernel, in the library's order."""
-        sizes = (self.n, self.k, self.block_m, self.block_n, _BLOCK_K, self.groups, self.stages, self.multicast)
+        sizes = (
+            self.n,
+            self.k,
+            self.block_m,
+            self.block_n,
+            _BLOCK_K,
+            self.groups,
+            self.stages,
+            self.multicast,
+        )
         return (*map(str, sizes), self.gemm_type)
 
 
@@ -75,15 +84,21 @@ def kernel_at(gemm: BlockGemm, tokens: int) -> BlockKernel:
     rows, columns = (gemm.n, tokens) if swap else (tokens, gemm.n)
     block_m = 64 if rows <= 64 else 128
     block_n = min(range(16, 129, 8), key=lambda width: _cost(gemm, rows, columns, block_m, width))
-    stages = next((s for s in _stages(block_n) if _smem(s, gemm.k, block_m, block_n, swap) <= _SMEM), 0)
+    stages = next(
+        (s for s in _stages(block_n) if _smem(s, gemm.k, block_m, block_n, swap) <= _SMEM), 0
+    )
     long, wide, block = (columns, rows, block_m) if swap else (rows, columns, block_n)
     multicast = 1
     if gemm.groups == 1 and long >= 1024 and wide % (2 * block) == 0 and gemm.num_sms % 2 == 0:
         multicast = 2
-    return BlockKernel(swap, gemm.n, gemm.k, block_m, block_n, gemm.groups, stages, multicast, gemm.grouped)
+    return BlockKernel(
+        swap, gemm.n, gemm.k, block_m, block_n, gemm.groups, stages, multicast, gemm.grouped
+    )
 
 
-def first_of_each_kernel(gemm: BlockGemm, tokens: Sequence[int]) -> Iterator[tuple[int, BlockKernel]]:
+def first_of_each_kernel(
+    gemm: BlockGemm, tokens: Sequence[int]
+) -> Iterator[tuple[int, BlockKernel]]:
     """Yield each kernel that ``gemm`` needs at any of ``tokens``, ascending, with the first of them that needs it.
 
     (N=1536, K=2048, 128 experts, 132 SMs) at 1..8192: 1, 17, 25, 32 and 65.
@@ -95,7 +110,11 @@ def first_of_each_kernel(gemm: BlockGemm, tokens: Sequence[int]) -> Iterator[tup
             continue
         # above the threshold the choice sees only the number of row blocks, and whether multicast is on
         whole = count >= gemm.threshold
-        kind = (count <= 64, -(-count // (64 if count <= 64 else 128)), count >= 1024) if whole else count
+        kind = (
+            (count <= 64, -(-count // (64 if count <= 64 else 128)), count >= 1024)
+            if whole
+            else count
+        )
         if kind == last:
             continue
         last = kind
@@ -105,7 +124,9 @@ def first_of_each_kernel(gemm: BlockGemm, tokens: Sequence[int]) -> Iterator[tup
             yield count, kernel
 
 
-def _cost(gemm: BlockGemm, rows: int, columns: int, block_m: int, block_n: int) -> tuple[int, int, int]:
+def _cost(
+    gemm: BlockGemm, rows: int, columns: int, block_m: int, block_n: int
+) -> tuple[int, int, int]:
     """Fewer waves, then a fuller last wave, then the narrower block."""
     blocks = -(-rows // block_m) * -(-columns // block_n) * gemm.groups
     return -(-blocks // gemm.num_sms), -(blocks % gemm.num_sms or gemm.num_sms), block_n

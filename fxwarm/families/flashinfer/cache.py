@@ -22,7 +22,14 @@ from typing import Any
 from fxwarm.families.flashinfer.library import installed_version
 from fxwarm.records import Planned, digest
 
-__all__ = ["block_kernel", "block_kernels", "find_module", "read_tactics", "tactics_files", "tactics_path"]
+__all__ = [
+    "block_kernel",
+    "block_kernels",
+    "find_module",
+    "read_tactics",
+    "tactics_files",
+    "tactics_path",
+]
 
 
 def find_module(name: str, arch: str) -> Path | None:
@@ -70,7 +77,11 @@ def tactics_path(planned: Sequence[Planned], arch: str, card: str) -> Path:
 def tactics_files(path: Path) -> list[Path]:
     """Return ``path`` and the files of other plans for the same card and rank, which may hold some of its entries."""
     suffix = path.name.partition("-")[2]
-    others = sorted(p for p in path.parent.glob(f"*-{suffix}") if p != path) if path.parent.is_dir() else []
+    others = (
+        sorted(p for p in path.parent.glob(f"*-{suffix}") if p != path)
+        if path.parent.is_dir()
+        else []
+    )
     return [*others, *([path] if path.is_file() else [])]
 
 

@@ -69,7 +69,9 @@ def _trtllm(op: str) -> Entry:
     defaults = {"activation_type": 3, "norm_topk_prob": True, "do_finalize": True}
     home = "flashinfer.fused_moe"
     tuned = (f"flashinfer::{op}",)
-    return Entry(op, _TRTLLM, rows, "fused_moe_trtllm_sm{sm}", tuned, ("100", "103"), home, defaults)
+    return Entry(
+        op, _TRTLLM, rows, "fused_moe_trtllm_sm{sm}", tuned, ("100", "103"), home, defaults
+    )
 
 
 def _entries() -> dict[str, Entry]:
@@ -80,7 +82,15 @@ def _entries() -> dict[str, Entry]:
     home = "flashinfer.fused_moe"
     found = [
         Entry("cutlass_fused_moe", moe, rows, "fused_moe_{sm}", gemms, archs, home, _MOE_DEFAULTS),
-        Entry("bmm_fp8", ("A", "B"), (("A", 1),), "gemm", ("fp8_gemm",), archs, defaults={"backend": "cublas"}),
+        Entry(
+            "bmm_fp8",
+            ("A", "B"),
+            (("A", 1),),
+            "gemm",
+            ("fp8_gemm",),
+            archs,
+            defaults={"backend": "cublas"},
+        ),
         Entry(
             "mono_moe",
             ("activations_in", "router_logits", "expert_weights_up", "expert_weights_down"),
@@ -98,7 +108,13 @@ def _entries() -> dict[str, Entry]:
             aliases={"x": "input", "w": "weight", "w_scale": "weight_scale"},
         ),
     ]
-    for kind in ("bf16", "fp8_per_tensor_scale", "fp8_block_scale", "fp4_block_scale", "mxint4_block_scale"):
+    for kind in (
+        "bf16",
+        "fp8_per_tensor_scale",
+        "fp8_block_scale",
+        "fp4_block_scale",
+        "mxint4_block_scale",
+    ):
         found += [_trtllm(f"trtllm_{kind}_moe"), _trtllm(f"trtllm_{kind}_routed_moe")]
     return {entry.op: entry for entry in found}
 

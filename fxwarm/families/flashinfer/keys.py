@@ -63,8 +63,25 @@ def keys(calls: Sequence[KernelCall], target: Target, library: Library) -> Itera
                     found[key] = (rows, witness)
         except ValueError as error:
             yield Gap(call.op, f"{call}: {error}", family=FAMILY)
-    for key, (_, witness) in sorted(found.items(), key=lambda item: (item[0].tag != MODULE, item[1][0])):
+    yield from _other_limits(calls, [witness for _, witness in found.values()])
+    for key, (_, witness) in sorted(
+        found.items(), key=lambda item: (item[0].tag != MODULE, item[1][0])
+    ):
         yield Planned(key, witness)
+
+
+def _other_limits(calls: Sequence[KernelCall], witnesses: Sequence[KernelCall]) -> Iterator[Gap]:
+    """Yield a gap for each ``tune_max_num_tokens`` of a call that shares all its keys with calls of another one."""
+    limits = [c.attr("tune_max_num_tokens") for c in calls if c.op == "cutlass_fused_moe"]
+    kept = {w.attr("tune_max_num_tokens") for w in witnesses}
+    for limit in dict.fromkeys(limits):
+        if limit not in kept and kept:
+            known = ", ".join(sorted(str(k) for k in kept if k is not None))
+            reason = (
+                f"equal layers pass tune_max_num_tokens={limit} and {known}, and FlashInfer keeps one "
+                "for the whole process; give all layers the largest"
+            )
+            yield Gap("cutlass_fused_moe", reason, family=FAMILY)
 
 
 def _keys(call: KernelCall, target: Target, version: Version, most: int) -> Iterator[_Found]:
@@ -127,7 +144,9 @@ def with_rows(call: KernelCall, rows: int) -> KernelCall:
             if name not in places
             else msgspec.structs.replace(
                 spec,
-                dims=tuple(Dim.static(rows) if at == places[name] else d for at, d in enumerate(spec.dims)),
+                dims=tuple(
+                    Dim.static(rows) if at == places[name] else d for at, d in enumerate(spec.dims)
+                ),
             ),
         )
         for name, spec in call.tensors
@@ -140,5 +159,7 @@ def _witness(call: KernelCall, image: bound.Image, rows: int) -> KernelCall:
     at = int(np.searchsorted(image.rows[:, 0], rows))
     try:
         return bound.at(call, image.at(at))
-    except ValueError:  # too many points: the sizes behind the tokens are not known, and no kernel asks for them
+    except (
+        ValueError
+    ):  # too many points: the sizes behind the tokens are not known, and no kernel asks for them
         return with_rows(bound.at(call, {s.name: s.lower for s in call.symbols}), rows)

@@ -88,7 +88,9 @@ def _compiler_text(path: str) -> str:
     if not path:
         return ""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout

@@ -50,8 +50,12 @@ def _canonical(op: OpCall, entry: Entry, more: dict[str, Any]) -> tuple[KernelCa
         if _is_tensor(value):
             tensors[name] = value
         elif isinstance(value, (tuple, list)) and any(map(_is_tensor, value)):
-            tensors.update({f"{name}.{i}": part for i, part in enumerate(value) if _is_tensor(part)})
-        elif value not in (None, (), []) and not (name in entry.defaults and value == entry.defaults[name]):
+            tensors.update(
+                {f"{name}.{i}": part for i, part in enumerate(value) if _is_tensor(part)}
+            )
+        elif value not in (None, (), []) and not (
+            name in entry.defaults and value == entry.defaults[name]
+        ):
             attrs[name] = _plain(value)
     if not all(name in tensors for name in entry.required):
         return ()

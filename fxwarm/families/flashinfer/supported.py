@@ -54,9 +54,15 @@ def _mono(call: KernelCall) -> tuple[str, int]:
     experts, hidden, inter = call["expert_weights_down"].dims
     shape = tuple(int(d) for d in (experts, hidden, inter))
     if shape != _MONO_SHAPE:
-        return f"mono_moe is compiled for [experts, hidden, inner] = {list(_MONO_SHAPE)} alone, not {list(shape)}", 0
+        return (
+            f"mono_moe is compiled for [experts, hidden, inner] = {list(_MONO_SHAPE)} alone, not {list(shape)}",
+            0,
+        )
     rows: Dim = call["activations_in"].dims[0]
     if rows.upper is None or rows.upper > MONO_ROWS:
         most = f"up to {rows.upper}" if rows.upper else "without a bound"
-        return f"mono_moe takes at most {MONO_ROWS} rows and raises beyond; these go {most}: branch before it", MONO_ROWS
+        return (
+            f"mono_moe takes at most {MONO_ROWS} rows and raises beyond; these go {most}: branch before it",
+            MONO_ROWS,
+        )
     return "", MONO_ROWS

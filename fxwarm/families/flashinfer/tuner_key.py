@@ -20,7 +20,13 @@ from passes.records import KernelCall
 __all__ = ["Entry", "entries_at", "is_tuned", "options_of"]
 
 _RANKS = ("tp_rank", "ep_rank", "cluster_rank")
-_MOE_PROFILE = ("input", "fc1_expert_weights", "fc1_expert_biases", "fc2_expert_weights", "fc2_expert_biases")
+_MOE_PROFILE = (
+    "input",
+    "fc1_expert_weights",
+    "fc1_expert_biases",
+    "fc2_expert_weights",
+    "fc2_expert_biases",
+)
 _NOT_TACTICS = ("tune_max_num_tokens", "profile_ids", "max_rows", "routed_scaling_factor")
 """Arguments that neither the tuner's key nor the list of valid tactics knows."""
 _SHORT = {"trtllm::fused_moe::gemm1": "gemm1", "trtllm::fused_moe::gemm2": "gemm2"}
@@ -71,12 +77,19 @@ def entries_at(call: KernelCall, bucket: int, arch: str, version: Version) -> tu
     None where it is not tuned: in DeepSeek's block scale the tactic is ignored, ``profile_ids`` bypass the tuner.
     """
     if call.op == "cutlass_fused_moe":
-        if call.attr("use_deepseek_fp8_block_scale") is True or call.attr("profile_ids") is not None:
+        if (
+            call.attr("use_deepseek_fp8_block_scale") is True
+            or call.attr("profile_ids") is not None
+        ):
             return ()
         profile = tuple((name, _shape(call, name, bucket)) for name in _MOE_PROFILE)
-        options = tuple((n, v) for n, v in options_of(call, arch) if version.ranks_in_key or n not in _RANKS)
+        options = tuple(
+            (n, v) for n, v in options_of(call, arch) if version.ranks_in_key or n not in _RANKS
+        )
         more = _more(call, {name for name, _ in OPTIONS})
-        return tuple(Entry(op, "MoERunner", profile, options, more) for op in ENTRIES[call.op].tuned)
+        return tuple(
+            Entry(op, "MoERunner", profile, options, more) for op in ENTRIES[call.op].tuned
+        )
     if call.op == "bmm_fp8":
         return (_bmm(call, bucket),)
     if ENTRIES[call.op].tuned:
@@ -94,14 +107,18 @@ def options_of(call: KernelCall, arch: str) -> tuple[tuple[str, Any], ...]:
         "output_dtype": _Dtype(str(call.attr("output_dtype", call["input"].dtype))),
         "top_k": int(call["token_selected_experts"].dims[1]),
         # None becomes "what the device can do", which is yes from SM90 on
-        "enable_pdl": call.attr("enable_pdl", int(arch.removeprefix("sm_").rstrip("af") or 0) >= 90),
+        "enable_pdl": call.attr(
+            "enable_pdl", int(arch.removeprefix("sm_").rstrip("af") or 0) >= 90
+        ),
     }
     return tuple((name, derived.get(name, call.attr(name, default))) for name, default in OPTIONS)
 
 
 def _bmm(call: KernelCall, bucket: int) -> Entry:
     batch, _, n = _shape(call, "B", 0)
-    scales = tuple((name, _shape(call, name, 0) if name in call else (1,)) for name in ("A_scale", "B_scale"))
+    scales = tuple(
+        (name, _shape(call, name, 0) if name in call else (1,)) for name in ("A_scale", "B_scale")
+    )
     profile = (
         ("A", _shape(call, "A", bucket)),
         ("B", _shape(call, "B", 0)),
@@ -109,7 +126,11 @@ def _bmm(call: KernelCall, bucket: int) -> Entry:
         ("out", (batch, -1, n)),
         ("workspace", (-1,)),
     )
-    dtypes = {"a_dtype": call["A"].dtype, "b_dtype": call["B"].dtype, "out_dtype": str(call.attr("dtype", "bfloat16"))}
+    dtypes = {
+        "a_dtype": call["A"].dtype,
+        "b_dtype": call["B"].dtype,
+        "out_dtype": str(call.attr("dtype", "bfloat16")),
+    }
     options = tuple((name, _Dtype(value)) for name, value in dtypes.items())
     return Entry("fp8_gemm", "CublasFp8GemmRunner", profile, options, _more(call, {"dtype"}))
 
@@ -125,4 +146,6 @@ def _shape(call: KernelCall, name: str, bucket: int) -> tuple[int, ...]:
 
 def _more(call: KernelCall, known: set[str]) -> tuple[tuple[str, Any], ...]:
     named = {name: value for name, value in call.attrs if value is not None}
-    return tuple(sorted((n, v) for n, v in named.items() if n not in known and n not in _NOT_TACTICS))
+    return tuple(
+        sorted((n, v) for n, v in named.items() if n not in known and n not in _NOT_TACTICS)
+    )

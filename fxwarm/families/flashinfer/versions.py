@@ -66,5 +66,5 @@ def find_version(number: str, *, installed: bool) -> Version:
 
 def _order(number: str) -> tuple[int, ...]:
     """Return a release as comparable integers: 0.6.18.post1 and 0.6.18 count the same."""
-    parts = number.split("+")[0].split(".")[:3]
+    parts = number.split("+", maxsplit=1)[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -12,6 +12,7 @@ from typing import Any
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.families.tilelang.kernels import Unknown, Use, uses
 from fxwarm.families.tilelang.statics import FAMILY, Static, make_key
+from fxwarm.ops.mhc_splits import BLOCK
 from fxwarm.records import CompileKey, Library, Planned, Target
 from passes.records import Dim, Gap, KernelCall
 
@@ -62,25 +63,27 @@ def _from_bounds(
 ) -> Iterator[tuple[int, dict[str, Static], None]]:
     """Too many sizes to enumerate: take every token count between the bounds of their product as attainable.
 
-    Only where the statics follow from the tokens alone. Raises ValueError where they do not.
+    Only where the statics follow from the tokens alone, by the rule that changes at edges of 64. Raises ValueError
+    where they do not, or where nothing bounds the tokens.
     """
+    import numpy as np
+
     from passes import bound, expr
 
-    tokens = expr.parse(use.tokens)
-    one = expr.symbol("tokens")
+    tokens, one = expr.parse(use.tokens), expr.symbol("tokens")
     texts = {name: expr.parse(text).xreplace({tokens: one}) for name, text in open_.items()}
-    if any(t.free_symbols - {one} for t in texts.values()):
+    if any(text.free_symbols - {one} for text in texts.values()):
         raise ValueError(f"{', '.join(open_.values())} cannot be enumerated; give its sizes smaller upper bounds")
-    rows = bound.image(call, use.tokens).rows[:, 0]
-    last = use.upper if use.upper is not None else int(rows[-1])
-    rows = rows[(rows >= use.lower) & (rows <= last)]
-    columns = [expr.evaluate(text, {"tokens": rows}).tolist() for text in texts.values()]
-    seen: set[tuple[int, ...]] = set()
-    for at, tokens_here in enumerate(rows.tolist()):
-        statics = tuple(column[at] for column in columns)
-        if statics not in seen:
-            seen.add(statics)
-            yield tokens_here, {**fixed, **dict(zip(open_, statics, strict=True))}, None
+    dim = bound.bound_dim(use.tokens, call.symbols, call.guards)
+    upper = min(n for n in (dim.upper, use.upper) if n is not None)
+    lower = max(dim.lower, use.lower)
+    edges = np.arange((lower + BLOCK - 1) // BLOCK * BLOCK + 1, upper + 1, BLOCK)
+    points = np.concatenate([np.array([lower] if lower <= upper else [], np.int64), edges])
+    columns = [expr.evaluate(text, {"tokens": points}) for text in texts.values()]
+    rows = np.stack([points, *columns], axis=1)
+    distinct, first = np.unique(rows[:, 1:], axis=0, return_index=True) if open_ else (rows[:1, 1:], [0])
+    for statics, at in zip(distinct.tolist(), first, strict=True):
+        yield int(points[at]), {**fixed, **dict(zip(open_, statics, strict=True))}, None
 
 
 def _plain(value: Any) -> Any:

@@ -42,9 +42,7 @@ class Layers(nn.Module):
         ops.m_grouped_bf16_gemm_nt_contiguous(y, self.plain, both[:m], layout)
         masked = torch.ones(G, m, N, dtype=BF16)
         xs, sfs = x.expand(G, -1, -1).contiguous(), x_sf.expand(G, -1, -1).contiguous()
-        ops.m_grouped_fp8_gemm_nt_masked(
-            xs, sfs, self.group, self.group_sf, masked, counts, m // 2
-        )
+        ops.m_grouped_fp8_gemm_nt_masked(xs, sfs, self.group, self.group_sf, masked, counts, m // 2)
         heads = torch.empty(m, 2, 128, dtype=BF16)
         pair, pair_sf = torch.stack([x, x], 1), torch.stack([x_sf, x_sf], 1)
         ops.fp8_einsum("bhr,hdr->bhd", pair, pair_sf, self.heads, self.heads_sf, heads)
@@ -134,7 +132,11 @@ CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dy
 
 def calls() -> dict[str, tuple]:
     x, x_sf, y, layout, counts = inputs(6)
-    (w, w_sf, _), (g, g_sf, _), (h, h_sf, _) = fp8_blocks(N, K), fp8_blocks(G, N, K), fp8_blocks(2, N, K)
+    (w, w_sf, _), (g, g_sf, _), (h, h_sf, _) = (
+        fp8_blocks(N, K),
+        fp8_blocks(G, N, K),
+        fp8_blocks(2, N, K),
+    )
     plain, d = randn(G, N, K, dtype=BF16), torch.zeros(6, N, dtype=BF16)
     xs, sfs = x.expand(G, -1, -1).contiguous(), x_sf.expand(G, -1, -1).contiguous()
     (heads, heads_sf, _), wide = fp8_rows(6, 2, K), torch.zeros(6, 2, N, dtype=BF16)
@@ -163,9 +165,7 @@ def test_torch_finds_no_fault_in_an_op(name):
     fp8 = any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args)
     # torch's schema check compares inputs by allclose, which has no float8
     checks = CHECKS if fp8 else ("test_schema", *CHECKS)
-    torch.library.opcheck(
-        getattr(ops, name).default, args, test_utils=checks, rtol=0.01, atol=0.01
-    )
+    torch.library.opcheck(getattr(ops, name).default, args, test_utils=checks, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("name", calls())

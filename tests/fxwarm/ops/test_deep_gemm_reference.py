@@ -11,7 +11,9 @@ from tests.fxwarm.ops.tensors import BF16, F32, close, fp8_blocks, fp8_rows, ran
 ops = torch.ops.fxwarm
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 128, 128), (1, 64, 128), (5, 300, 200), (1500, 1100, 256)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(0, 128, 128), (1, 64, 128), (5, 300, 200), (1500, 1100, 256)]
+)
 def test_a_dense_gemm_is_a_matmul_of_what_the_scales_stand_for(m, n, k):
     (a, a_sf, x), (b, b_sf, w) = fp8_rows(m, k), fp8_blocks(n, k)
     d = torch.full((m, n), torch.nan, dtype=BF16)
@@ -153,7 +155,9 @@ def test_the_first_splits_are_one_block_longer():
 def test_a_reference_holds_a_few_rows_in_float32_at_a_time(monkeypatch):
     seen = []
     dequantize = _gemm.dequantize
-    monkeypatch.setattr(_gemm, "dequantize", lambda x, *a: seen.append(x.shape) or dequantize(x, *a))
+    monkeypatch.setattr(
+        _gemm, "dequantize", lambda x, *a: seen.append(x.shape) or dequantize(x, *a)
+    )
     (a, a_sf, _), (b, b_sf, _) = fp8_rows(2500, 128), fp8_blocks(2100, 128)
     ops.fp8_gemm_nt(a, a_sf, b, b_sf, torch.empty(2500, 2100, dtype=BF16))
     assert max(rows for rows, _ in seen) == 1024

@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxwarm.exc import ShapeMismatchError
+from fxwarm.ops import per_token_cast_to_fp8
 from fxwarm.ops.scales import FP8
 from tests.fxwarm.ops.tensors import BF16, F32, fp8_blocks, fp8_rows, randn
 
@@ -69,7 +70,11 @@ class Model(nn.Module):
 
     def forward(self, x, *more):
         m = x.shape[-2]
-        if self.kind == "dense":
+        if self.kind == "quantised":
+            x, sf = per_token_cast_to_fp8(x.view(-1, x.shape[-1]))
+            d = x.new_empty(x.shape[0], N, dtype=BF16)
+            ops.fp8_gemm_nt(x, sf, self.w, self.sf, d)
+        elif self.kind == "dense":
             d = x.new_empty(m, N, dtype=BF16)
             ops.fp8_gemm_nt(x, more[0], self.w, self.sf, d)
         elif self.kind == "contiguous":
@@ -93,6 +98,8 @@ def call(kind: str, m: int) -> tuple[torch.Tensor, ...]:
     if kind == "moe":
         ids = torch.arange(2 * m, dtype=torch.int32).view(m, 2) % G
         return randn(m, K, dtype=BF16), ids, torch.ones(m, 2)
+    if kind == "quantised":
+        return (randn(m, 3, K),)
     if kind == "masked":
         return *fp8_rows(G, m, K)[:2], torch.full((G,), 2, dtype=torch.int32)
     layout = (torch.zeros(m, dtype=torch.int32),) if kind == "contiguous" else ()
@@ -119,6 +126,32 @@ def test_one_graph_serves_every_m(kind):
             args = call(kind, m)
             assert torch.equal(compiled(*args)[..., :2, :], model(*args)[..., :2, :])
     assert len(traced.graphs) == 1
+
+
+def test_a_product_of_leading_dims_that_is_quantised_in_the_graph_serves_every_m():
+    torch._dynamo.reset()
+    traced, model = Traced(), Model("quantised")
+    compiled = torch.compile(model, backend=traced, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for m in (17, 5, 300):
+            (x,) = call("quantised", m)
+            assert torch.equal(compiled(x), model(x))
+    assert len(traced.graphs) == 1
+    assert expr(traced.tensor("x").shape[2]) == K
+    assert expr(traced.tensor("x").shape[0]).is_Symbol
+
+
+def test_sizes_that_are_marked_one_by_one_need_no_guard():
+    torch._dynamo.reset()
+    traced, model, args = Traced(), Model("dense"), call("dense", 17)
+    for tensor in args:
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=8192)
+    compiled = torch.compile(model, backend=traced, fullgraph=True)
+    with torch.no_grad():
+        compiled(*args)
+        compiled(*call("dense", 300))
+    assert len(traced.graphs) == 1
+    assert traced.guards() == ""
 
 
 def test_an_unbacked_m_is_never_guarded_on():
@@ -195,7 +228,7 @@ def test_a_right_call_runs_on_meta_tensors():
     ],
 )
 def test_a_wrong_call_shows_both_shapes(changed, shapes):
-    with pytest.raises(ShapeMismatchError, match="fp8_gemm_nt|recipe") as caught:
+    with pytest.raises(ShapeMismatchError, match=r"fp8_gemm_nt|recipe") as caught:
         dense(**changed)
     for shape in shapes:
         assert shape in str(caught.value)

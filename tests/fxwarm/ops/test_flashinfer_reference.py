@@ -11,7 +11,7 @@ from fxwarm.ops.scales import FP8, dequantize
 from tests.fxwarm.ops.tensors import BF16, F32, close, randn
 
 ops = torch.ops.fxwarm
-E, H, I, TOP = 4, 256, 128, 2
+E, H, I, TOP = 4, 256, 128, 2  # noqa: E741 (the paper's letters)
 
 
 def route(m: int, experts: int = E) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,14 +35,20 @@ def loop(x, ids, scales, fc1, fc2, up_first=True):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
 @pytest.mark.parametrize("m", [0, 1, 7])
 def test_a_moe_takes_the_up_half_first(m, dtype):
-    x, fc1, fc2 = randn(m, H, dtype=dtype), randn(E, 2 * I, H, dtype=dtype), randn(E, H, I, dtype=dtype)
+    x, fc1, fc2 = (
+        randn(m, H, dtype=dtype),
+        randn(E, 2 * I, H, dtype=dtype),
+        randn(E, H, I, dtype=dtype),
+    )
     ids, scales = route(m)
     out = ops.cutlass_fused_moe(x, ids, scales, fc1, fc2, BF16, [])
     assert out.dtype == BF16
     wanted = loop(x.float(), ids, scales, fc1.float(), fc2.float())
     assert close(out, wanted)
     if m:
-        assert not close(out, loop(x.float(), ids, scales, fc1.float(), fc2.float(), up_first=False), 0.1)
+        assert not close(
+            out, loop(x.float(), ids, scales, fc1.float(), fc2.float(), up_first=False), 0.1
+        )
 
 
 def test_deepseeks_blocks_are_dequantised():
@@ -128,7 +134,9 @@ def test_a_bmm_has_one_scale_a_tensor():
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_mono_moe_routes_and_takes_the_gate_half_first(scoring, renormalize):
     x, logits = randn(5, H, dtype=BF16), randn(5, E, dtype=BF16)
-    (up, up_sf), (down, down_sf) = (per_block_cast_to_fp8(randn(E, *s)) for s in ((2 * I, H), (H, I)))
+    (up, up_sf), (down, down_sf) = (
+        per_block_cast_to_fp8(randn(E, *s)) for s in ((2 * I, H), (H, I))
+    )
     args = (x, logits, up, up_sf, down, down_sf, TOP, scoring, renormalize)
     out = ops.mono_moe(*args)
     scores = logits.float().softmax(1) if scoring == "softmax" else logits.float().sigmoid()

@@ -117,7 +117,9 @@ def test_flashinfer_gets_every_default_that_it_knows(installed):
         calls.append((tp_size, tune_max_num_tokens, activation_type))
         return ["out", 1, 2, 3]
 
-    installed("flashinfer.fused_moe", cutlass_fused_moe=cutlass_fused_moe, ActivationType=Activation)
+    installed(
+        "flashinfer.fused_moe", cutlass_fused_moe=cutlass_fused_moe, ActivationType=Activation
+    )
     function = _library.Function("flashinfer.fused_moe", "cutlass_fused_moe")
     call = flashinfer._call_by_name(
         flashinfer._CUTLASS_FUSED_MOE, function, flashinfer._name_activation

@@ -87,9 +87,7 @@ if not child:
     os._exit(0)
 os.waitpid(child, 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split("\n")[:4] == ["[]", "[4.0]", "[4.0]", "[4.0]"], done.stderr
 
 

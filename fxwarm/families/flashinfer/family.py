@@ -1,0 +1,123 @@
+"""The family: what the rest of fxwarm sees of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxwarm.families.flashinfer import cache, keys
+from fxwarm.families.flashinfer.library import DISTRIBUTION, find_library
+from fxwarm.families.flashinfer.match import FAMILY, match
+from fxwarm.families.flashinfer.tuner_key import is_tuned
+from fxwarm.records import Built, Library, Loaded, Planned, Target, Tuned
+from passes.records import Gap, KernelCall
+
+if TYPE_CHECKING:
+    from fxwarm.family import Bind
+
+__all__ = ["FlashInfer"]
+
+
+class FlashInfer:
+    """FlashInfer's fused MoE on SM90, ``mono_moe`` and ``bmm_fp8``; SM100's MoE ops are planned and keyed, not run."""
+
+    name = FAMILY
+    distributions = (DISTRIBUTION,)
+    devices = ("cuda",)
+
+    def __init__(self) -> None:
+        self._arch = "sm_90a"
+        self._strange: set[str] = set()
+
+    def match(self, op: Any) -> Iterable[KernelCall | Gap]:
+        """Return the calls of FlashInfer that ``op`` makes; pure."""
+        return match(op)
+
+    def library(self, wanted: Mapping[str, str]) -> Library:
+        """Return the build to plan for. Raises LibraryError for a named version that is unknown and absent."""
+        return find_library(wanted)
+
+    def keys(
+        self, calls: Sequence[KernelCall], target: Target, library: Library
+    ) -> Iterable[Planned | Gap]:
+        """Return each module, tuned entry and kernel that ``calls`` can need; pure."""
+        return keys.keys(calls, target, library)
+
+    def missing(self, planned: Sequence[Planned], target: Target) -> list[Planned]:
+        """Return those whose shared object, stored tactic or cubin is not on disk."""
+        self._arch = target.arch or self._arch
+        tactics: set[str] | None = None
+        lacking = []
+        for p in planned:
+            if p.key.tag == keys.MODULE:
+                here = cache.find_module(p.key.kernel, target.arch) is not None
+            elif is_tuned(p.key):
+                from fxwarm.families.flashinfer import tuning
+
+                if tactics is None:
+                    tactics = cache.read_tactics(cache.tactics_files(self._tactics(planned)))
+                here = p.witness is not None and tuning.entry_of(p, target.arch).file_key in tactics
+            else:
+                here = cache.block_kernel(p.key.tag).is_file()
+            if not here:
+                lacking.append(p)
+        return lacking
+
+    def build(self, planned: Sequence[Planned], target: Target, jobs: int) -> Iterable[Built]:
+        """Build modules by ninja, with as many jobs as memory allows; launch nothing."""
+        from fxwarm.families.flashinfer import modules
+
+        return modules.build(planned, jobs)
+
+    def tune(self, planned: Sequence[Planned], bind: Bind) -> Iterable[Tuned]:
+        """Fill the tuner's table, or read what an earlier start stored."""
+        from fxwarm.families.flashinfer import tuning
+
+        return tuning.tune(planned, self._arch, bind)
+
+    def load(self, planned: Sequence[Planned], target: Target, bind: Bind) -> Iterable[Loaded]:
+        """Open each module and make each distinct call once."""
+        from fxwarm.families.flashinfer.load import is_block_scale, load_kernels
+
+        self._arch = target.arch or self._arch
+        before = cache.block_kernels() if any(map(is_block_scale, planned)) else set()
+        yield from load_kernels(planned, target.arch, bind)
+        if any(map(is_block_scale, planned)):
+            self._strange |= cache.block_kernels() - before - {p.key.tag for p in planned}
+
+    def verify(self, planned: Sequence[Planned]) -> list[Gap]:
+        """Return a gap for each tuned entry that a call would not find, and each kernel compiled beside the plan."""
+        from fxwarm.families.flashinfer import tuning
+
+        gaps = tuning.verify(planned, self._arch)
+        for name in sorted(self._strange - {p.key.tag for p in planned}):
+            gaps.append(
+                Gap(
+                    FAMILY,
+                    f"the library compiled {name}, which was not planned; report it",
+                    family=FAMILY,
+                )
+            )
+        return gaps
+
+    def cached(self, planned: Sequence[Planned]) -> list[Path]:
+        """Return the shared objects, the tactics file and the cubins that hold these kernels."""
+        found: dict[Path, None] = {}
+        for p in planned:
+            path = None
+            if p.key.tag == keys.MODULE:
+                path = cache.find_module(p.key.kernel, self._arch)
+            elif is_tuned(p.key):
+                path = self._tactics(planned)
+            else:
+                path = cache.block_kernel(p.key.tag)
+            if path is not None and path.is_file():
+                found[path] = None
+        return list(found)
+
+    def _tactics(self, planned: Sequence[Planned]) -> Path:
+        from fxwarm.families.flashinfer.tuning import card
+
+        wanted = [p for p in planned if is_tuned(p.key) and p.witness is not None]
+        return cache.tactics_path(wanted, self._arch, card())

@@ -1,0 +1,125 @@
+"""Builds modules through the library's own specs, with no more jobs at a time than memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fxwarm import exc
+from fxwarm.families.flashinfer import upstream
+from fxwarm.families.flashinfer.keys import MODULE
+from fxwarm.families.flashinfer.library import nvcc
+from fxwarm.records import Built, Planned
+
+__all__ = ["available_bytes", "build", "jobs_that_fit"]
+
+_GIB = 1 << 30
+# nvcc's peak for one translation unit: 7.5 GB was measured for fused_moe_90 (0.6.18.post1, nvcc 13.0); the other
+# modules stayed below 3
+_PEAK = {"fused_moe": int(7.5 * _GIB)}
+_PEAK_ELSEWHERE = 3 * _GIB
+_environment = threading.Lock()
+
+
+def build(planned: Sequence[Planned], jobs: int) -> Iterator[Built]:
+    """Build each planned module that is missing, one after the other, ``jobs`` translation units at a time.
+
+    Tuned entries and block-scale kernels are nothing that can be built ahead: they are left to ``tune`` and ``load``.
+    """
+    wanted = [p for p in planned if p.key.tag == MODULE]
+    for p in sorted(wanted, key=lambda p: p.key.kernel.startswith("fused_moe")):
+        begin = time.perf_counter()
+        try:
+            size = _build(p.key.kernel, jobs)
+        except Exception as error:
+            yield Built(p.key, time.perf_counter() - begin, error=_shorten(error))
+        else:
+            yield Built(p.key, time.perf_counter() - begin, size)
+
+
+def jobs_that_fit(name: str, jobs: int, memory: int) -> int:
+    """Return how many translation units of module ``name`` may compile at once in ``memory`` bytes: at least one."""
+    peak = next((size for start, size in _PEAK.items() if name.startswith(start)), _PEAK_ELSEWHERE)
+    named = os.environ.get("MAX_JOBS", "")
+    most = min(jobs, int(named)) if named.isdigit() and int(named) else jobs
+    return max(1, min(most, memory // peak))
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process may still take: of the machine, or of its container where that is less."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(
+            int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+        )
+    for limit, used in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
+    return max(0, min(found, default=8 * _GIB))
+
+
+def _build(name: str, jobs: int) -> int:
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        raise exc.LibraryError(
+            f"FLASHINFER_DISABLE_JIT is set, so {name} cannot be built; unset it, or install flashinfer-jit-cache"
+        )
+    upstream.load()
+    built = upstream.library_path(name) if _is_aot(name) else None
+    if built is None:
+        if shutil.which("ninja") is None:
+            raise exc.LibraryError(
+                f"ninja is not on PATH, so {name} cannot be built; pip install ninja"
+            )
+        if not nvcc():
+            raise exc.LibraryError(
+                f"there is no nvcc, so {name} cannot be built; set CUDA_HOME to a CUDA toolkit"
+            )
+        spec = upstream.make_spec(name)
+        with _max_jobs(jobs_that_fit(name, jobs, available_bytes())):
+            spec.build(need_lock=True)
+        built = upstream.library_path(name)
+    if built is None:
+        raise exc.LibraryError(
+            f"ninja ended well but left no {name}.so; see flashinfer_jit.log in the workspace"
+        )
+    return built.stat().st_size
+
+
+def _is_aot(name: str) -> bool:
+    return bool(upstream.make_spec(name).is_aot)
+
+
+@contextlib.contextmanager
+def _max_jobs(number: int) -> Iterator[None]:
+    """Set MAX_JOBS, which the library reads when it starts ninja, for the time of one build."""
+    with _environment:
+        before = os.environ.get("MAX_JOBS")
+        os.environ["MAX_JOBS"] = str(number)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["MAX_JOBS"]
+            else:
+                os.environ["MAX_JOBS"] = before
+
+
+def _shorten(error: Exception) -> str:
+    """Return the compiler's own words: of ninja's output the lines that say what failed."""
+    lines = str(error).splitlines()
+    telling = [line for line in lines if "error" in line.lower() or line.startswith("FAILED")]
+    if len(lines) <= 12:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: " + "\n".join((telling or lines[-8:])[:8])[:2000]

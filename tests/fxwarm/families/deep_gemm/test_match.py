@@ -1,0 +1,171 @@
+"""Whatever host makes a DeepGEMM call, it is the same record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import Library as Registry
+
+from fxwarm import exc
+from fxwarm.families.deep_gemm.match import match
+from passes.calls import SymTensor
+from passes.flatten import OpCall
+from passes.records import Gap
+
+M, N, K, G = 64, 2112, 7168, 64
+FP8, F32, BF16, I32 = "float8_e4m3fn", "float32", "bfloat16", "int32"
+A, A_SF = SymTensor(FP8, (M, K)), SymTensor(F32, (M, K // 128))
+B, B_SF = SymTensor(FP8, (N, K)), SymTensor(F32, (17, K // 128))
+D = SymTensor(BF16, (M, N))
+QUIET = {"c": None, "recipe": None, "compiled_dims": None, "disable_ue8m0_cast": False}
+PLAIN = {"a": A, "a_sf": A_SF, "b": B, "b_sf": B_SF, "d": D}
+
+
+def one(namespace: str, name: str, **arguments):
+    (found,) = match(OpCall(namespace, name, arguments))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "arguments"),
+    [
+        ("fxwarm", "fp8_gemm_nt", {**PLAIN, **QUIET}),
+        ("deep_gemm", "fp8_fp4_gemm_nt", {**PLAIN, **QUIET, "recipe_a": None, "recipe_b": None}),
+        (
+            "_deep_gemm_cuda_5f3ab01",
+            "fp8_fp4_gemm_nt",
+            {"a_data": A, "a_sf": A_SF, "b_data": B, "b_sf": B_SF, "d": D, "c": None}
+            | {f"recipe_{i}": 0 for i in range(3)},
+        ),
+        (
+            "vllm",
+            "fp8_gemm_nt_op",
+            {"q_input": A, "input_scale": A_SF, "weight": B, "weight_scale": B_SF, "output": D}
+            | {"use_deep_gemm_e8m0": True},
+        ),
+        ("sglang", "deep_gemm_fp8_fp8_bf16_nt", {"A": A, "As": A_SF, "B": B, "Bs": B_SF, "C": D}),
+    ],
+)
+def test_every_host_gives_one_form(namespace, name, arguments):
+    assert one(namespace, name, **arguments) == one("any", "fp8_gemm_nt", **PLAIN)
+
+
+def test_what_enters_a_key_is_kept():
+    found = one("deep_gemm", "fp8_gemm_nt", **PLAIN, compiled_dims="", recipe=[1, 128, 128])
+    assert found.attr("compiled_dims") == ""
+    assert found.attr("recipe") == (1, 128, 128)
+    assert one("d", "fp8_gemm_nt", **PLAIN).attrs == ()
+    hub = one("hub", "fp8_gemm_nt", **PLAIN, recipe_0=1, recipe_1=128, recipe_2=128)
+    assert hub.attr("recipe") == (1, 128, 128)
+
+
+def test_grouped_masked_and_prenorm():
+    w, w_sf = SymTensor(FP8, (G, N, K)), SymTensor(F32, (G, 17, K // 128))
+    ids = SymTensor(I32, (M,))
+    grouped = {"a": A, "a_sf": A_SF, "b": w, "b_sf": w_sf, "d": D, "grouped_layout": ids}
+    found = one("x", "m_grouped_fp8_fp4_gemm_nt_contiguous", **grouped, use_psum_layout=True)
+    assert (found.op, found.attr("use_psum_layout")) == ("m_grouped_fp8_gemm_nt_contiguous", True)
+    old = {n: t for n, t in grouped.items() if n != "grouped_layout"}
+    assert one("x", "m_grouped_fp8_gemm_nt_contiguous", **old, m_indices=ids) == one(
+        "x", "m_grouped_fp8_gemm_nt_contiguous", **grouped
+    )
+    masked = {
+        "a": SymTensor(FP8, (G, M, K)), "a_sf": SymTensor(F32, (G, M, K // 128)), "b": w,
+        "b_sf": w_sf, "d": SymTensor(BF16, (G, M, N)), "masked_m": SymTensor(I32, (G,)),
+    }  # fmt: skip
+    found = one("x", "fp8_m_grouped_gemm_nt_masked", **masked, expected_m=7)
+    assert (found.op, found.attr("expected_m")) == ("m_grouped_fp8_gemm_nt_masked", 7)
+    found = one(
+        "x", "tf32_hc_prenorm_gemm", a=SymTensor(BF16, (M, K)), b=SymTensor(F32, (24, K)),
+        d=SymTensor(F32, (3, M, 24)), sqr_sum=SymTensor(F32, (3, M)), num_splits=3,
+    )  # fmt: skip
+    assert found.attr("num_splits") == 3
+
+
+def test_scales_of_other_groups_are_refused_with_both_shapes():
+    w, w_sf = SymTensor(FP8, (256, 4096, 7168)), SymTensor(F32, (64, 32, 56))
+    with pytest.raises(exc.ShapeMismatchError) as error:
+        one(
+            "x", "m_grouped_fp8_gemm_nt_contiguous", a=SymTensor(FP8, (128, 7168)),
+            a_sf=SymTensor(F32, (128, 56)), b=w, b_sf=w_sf, d=SymTensor(BF16, (128, 4096)),
+            grouped_layout=SymTensor(I32, (128,)),
+        )  # fmt: skip
+    assert "[256, 4096, 7168]" in str(error.value)
+    assert "[64, 32, 56]" in str(error.value)
+    assert "256 against 64" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": SymTensor(FP8, (M, 4096))}, "K is 4096 against 7168"),
+        ({"d": SymTensor(BF16, (M, 2048))}, "N is 2112 against 2048"),
+        ({"b_sf": SymTensor(F32, (16, 56))}, "N / 128 needs 17, not 16"),
+        ({"b_sf": SymTensor(F32, (17, 55))}, "K / 128 needs 56, not 55"),
+    ],
+)
+def test_contradicting_shapes_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        one("x", "fp8_gemm_nt", **{**PLAIN, **change})
+
+
+def test_ops_of_others_are_left_alone():
+    x = SymTensor(BF16, (M, K))
+    assert match(OpCall("aten", "einsum", {"equation": "ij,jk", "tensors": (x, x)})) == ()
+    assert match(OpCall("mine", "fp8_gemm_nt", {"x": x, "y": x})) == ()
+    assert match(OpCall("aten", "mm", {"self": x, "mat2": x})) == ()
+
+
+@pytest.mark.parametrize("name", ["fp8_fp4_mega_moe", "fp8_fp4_paged_mqa_logits", "deepgemm_mxfp8_bmm"])
+def test_entry_points_that_are_not_covered_are_gaps(name):
+    gap = one("deep_gemm", name, x=A)
+    assert isinstance(gap, Gap)
+    assert gap.reason
+
+
+def test_the_hopper_default_of_vllm_starts_at_32_rows():
+    x = SymTensor(BF16, (M, K))
+    found = one("vllm", "dynamic_flashinfer_deepgemm_blockscale_gemm", x=x, w=B, w_scale=B_SF,
+                group=128, e8m0=False)  # fmt: skip
+    assert found.op == "fp8_gemm_nt"
+    assert found["a"].dtype == FP8
+    assert found["a_sf"].strides == ("1", str(M))
+    small = SymTensor(BF16, (16, K))
+    arguments = {"x": small, "w": B, "w_scale": B_SF, "group": 128, "e8m0": False}
+    assert match(OpCall("vllm", "dynamic_flashinfer_deepgemm_blockscale_gemm", arguments)) == ()
+
+
+def test_a_traced_graph_gives_m_as_a_range():
+    from passes.collect import collect
+
+    registry = Registry("deep_gemm_hub_0a1b2c3", "DEF")
+    registry.define(
+        "fp8_fp4_gemm_nt(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c=None, "
+        "int[]? recipe=None, str compiled_dims='', bool disable_ue8m0_cast=False) -> ()"
+    )
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append(collect(gm, inputs, [match]))
+        return gm.forward
+
+    def model(a, a_sf, b, b_sf):
+        d = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+        torch.ops.deep_gemm_hub_0a1b2c3.fp8_fp4_gemm_nt(a, a_sf, b, b_sf, d)
+        return d
+
+    tensors = [torch.zeros(n, 256 // k) for n, k in ((48, 1), (48, 128), (128, 1), (1, 128))]
+    a, a_sf, b, b_sf = tensors
+    arguments = (a.to(torch.float8_e4m3fn), a_sf, b.to(torch.float8_e4m3fn), b_sf)
+    for tensor in arguments[:2]:
+        torch._dynamo.mark_dynamic(tensor, 0, min=1, max=1000)
+    registry.impl("fp8_fp4_gemm_nt", lambda *a, **k: None, "CPU")
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*arguments)
+    (call,) = getattr(seen[0], "shapes", seen[0]).calls
+    assert call.op == "fp8_gemm_nt"
+    assert call.attr("compiled_dims") == ""
+    m = call["a"].dims[0]
+    assert not m.is_static
+    assert (m.lower, m.upper) == (1, 1000)
+    registry._destroy()

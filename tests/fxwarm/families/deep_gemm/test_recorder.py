@@ -1,0 +1,214 @@
+"""The library asked in a child process: the same keys as the rules it runs, exact names, no traces."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from fxwarm import exc
+from fxwarm.families.deep_gemm import DeepGemm, recorder, sweep
+from fxwarm.families.deep_gemm.library import find_library
+from fxwarm.families.deep_gemm.recorder import Recorder, compare
+from fxwarm.records import Planned, Target
+from passes.records import Gap
+from tests.fxwarm.families.deep_gemm.conftest import is_running, runs_of
+from tests.fxwarm.families.deep_gemm.samples import contiguous, dense, masked, name_of, prenorm, sgl
+
+CPU_H200 = msgspec.structs.replace(Target.named("h200"), device="cpu")
+"""The fake library's tensors live on the CPU; everything else is as on the card."""
+CALLS = (
+    dense(2112, 7168, upper=300),
+    dense(2112, 7168, upper=40, sf=("1", "s0")),
+    contiguous(8, 512, 1024, upper=6),
+    masked(4, 512, 1024, most=512, upper=200),
+    prenorm(24, 8192, upper=2000),
+)
+
+
+@pytest.fixture
+def asked(fake, toolkit):
+    """Return what records calls with a fresh recorder, and ends it."""
+    made: list[Recorder] = []
+
+    def ask(*calls, generation="A", body="", memory=1 << 30, torch=False, **patience):
+        if not made:
+            toolkit()
+            fake(generation, body, torch=torch)
+            made.append(Recorder(CPU_H200, find_library({}), **patience))
+        return list(made[0].record(calls, memory=memory))
+
+    ask.made = made
+    yield ask
+    for r in made:
+        r.close()
+
+
+@pytest.mark.parametrize("generation", ["A", "B"])
+def test_recorded_keys_are_the_modelled_ones(asked, generation, tmp_path):
+    recorded = asked(*CALLS, generation=generation, torch=generation == "A")
+    assert not [r for r in recorded if isinstance(r, Gap)]
+    found = find_library({})
+    modelled = list(DeepGemm().keys(CALLS, Target.named("h200"), found))
+    assert compare(modelled, recorded) == []
+    assert len({r.key for r in recorded}) == len(recorded)
+    ours = {p.key: p.witness for p in modelled}
+    for r in recorded:
+        m = [int(w["a"].dims[-2]) for w in (r.witness, ours[r.key])]
+        assert m[0] == m[1], (r.witness, ours[r.key])
+    text = (tmp_path / "cuda" / "version.txt").read_text()
+    package = tmp_path / "site" / "deep_gemm"
+    for r in recorded:
+        source = r.source
+        name = name_of(r.key.tag, source.code, source.flags, generation, package, text)
+        assert name == source.entry
+        assert any(f.startswith("--gpu-architecture=sm_90a") for f in source.flags)
+        assert not [f for f in source.flags if f.endswith((".cu", ".cubin"))]
+
+
+def test_the_real_cache_and_compiler_are_left_alone(asked, tmp_path):
+    asked(CALLS[0])
+    assert not (tmp_path / "cache").exists()
+    assert runs_of(tmp_path / "cuda") == 1  # the kernel that does nothing
+    room = asked.made[0]._room
+    assert list(room.glob("r*")) == []
+    asked.made[0].close()
+    assert not room.exists()
+
+
+def test_one_child_serves_all_graphs_and_tells_each_all_of_its_kernels(asked):
+    first = asked(CALLS[0])
+    pid = asked.made[0]._process.pid
+    again = asked(CALLS[0], CALLS[2])
+    assert asked.made[0]._process.pid == pid
+    assert {p.key for p in first} < {p.key for p in again}
+
+
+def test_settings_of_this_process_are_repeated(asked, monkeypatch):
+    plain = {p.key for p in asked(CALLS[0])}
+    r = asked.made[0]
+    r.found = msgspec.structs.replace(r.found, settings=(("generation", "A"), ("num_sms", "120")))
+    fewer = {p.key for p in asked(CALLS[0])}
+    assert any("120" in k.template for k in fewer)
+    assert not {k for k in plain & fewer if "gemm" in k.tag}
+
+
+def test_a_library_that_fails_every_call_is_named(asked):
+    body = """
+    def fp8_gemm_nt(a, b, d, **_):
+        raise RuntimeError("Assertion error (layout.hpp:15): dim == 2 or dim == 3")
+    """
+    with pytest.raises(exc.LibraryError, match="built for another torch") as error:
+        asked(CALLS[0], body=body)
+    assert "0.1.5.post1" in str(error.value)
+
+
+def test_what_one_call_refuses_is_a_gap_and_the_others_go_on(asked):
+    body = """
+    def tf32_hc_prenorm_gemm(a, b, d, sqr_sum, num_splits=None):
+        raise RuntimeError("n is odd")
+    del fp8_m_grouped_gemm_nt_masked
+    """
+    found = asked(*CALLS, body=body)
+    gaps = {g.op: g.reason for g in found if isinstance(g, Gap)}
+    assert set(gaps) == {"tf32_hc_prenorm_gemm", "m_grouped_fp8_gemm_nt_masked"}
+    assert "n is odd" in gaps["tf32_hc_prenorm_gemm"]
+    assert "M=1" in gaps["tf32_hc_prenorm_gemm"]
+    assert "does not export" in gaps["m_grouped_fp8_gemm_nt_masked"]
+    assert [p for p in found if isinstance(p, Planned)]
+
+
+def test_a_child_that_dies_is_reported_and_the_next_request_gets_another(asked, tmp_path):
+    body = """
+    def fp8_gemm_nt(a, b, d, **_):
+        if not os.path.exists("@MARK@"):
+            open("@MARK@", "w").close()
+            import sys; print("my last words", file=sys.stderr, flush=True)
+            os.abort()
+    """.replace("@MARK@", str(tmp_path / "mark"))
+    with pytest.raises(exc.LibraryError, match="my last words") as error:
+        asked(CALLS[0], body=body)
+    assert "SIGABRT" in str(error.value)
+    assert asked(CALLS[0]) == []  # this fake asks for nothing the second time
+
+
+def test_a_library_that_does_not_import_is_reported(asked):
+    with pytest.raises(exc.LibraryError, match="no toolkit here"):
+        asked(CALLS[0], body='raise AssertionError("no toolkit here")')
+
+
+def test_a_hanging_compiler_is_given_up_and_ended(asked, monkeypatch):
+    script = recorder.standin.SCRIPT.replace("exec cp", "sleep 1000; exec cp")
+    monkeypatch.setattr(recorder.standin, "SCRIPT", script)
+    start = time.monotonic()
+    with pytest.raises(exc.LibraryError, match="said nothing for 2 s"):
+        asked(CALLS[0], patience=2.0)
+    assert time.monotonic() - start < 40
+    assert asked.made[0]._process is None
+
+
+def test_no_child_outlives_its_recorder(asked):
+    asked(CALLS[0])
+    pid = asked.made[0]._process.pid
+    asked.made[0].close()
+    assert not is_running(pid)
+    asked.made[0].close()
+
+
+def test_without_a_compiler_the_reason_is_one_sentence(asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    r = asked.made
+    with pytest.raises(exc.LibraryError, match="set CUDA_HOME") as error:
+        monkeypatch.setattr("tests.fxwarm.families.deep_gemm.conftest.NVCC", "#!/bin/sh\nexit 1\n")
+        asked(CALLS[0])
+    assert r
+    assert "nvcc" in str(error.value)
+
+
+def test_nvrtc_has_no_compiler_to_stand_in_for(fake, toolkit, monkeypatch, caplog):
+    toolkit()
+    fake()
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    found = find_library({})
+    assert dict(found.environment) == {"DG_JIT_USE_NVRTC": "1"}
+    assert list(DeepGemm().record([CALLS[0]], CPU_H200, found)) == []
+    assert "unset it to build in parallel" in caplog.text
+    with pytest.raises(exc.LibraryError, match="NVRTC"):
+        Recorder(CPU_H200, found).start()
+
+
+def test_beyond_a_million_calls_one_size_of_each_interval_is_asked(monkeypatch, asked):
+    full = asked(CALLS[0], CALLS[3])
+    monkeypatch.setattr(sweep, "MOST_CALLS", 100)
+    thin = sweep.thin(sweep.make_sweep(CALLS[0]))
+    assert len(thin.points) < 40
+    assert {1, 17, 33, 49, 65, 128, 255, 256} <= {thin.m_at(i) for i in range(len(thin.points))}
+    assert {p.key: p.witness for p in asked(CALLS[0], CALLS[3])} == {p.key: p.witness for p in full}
+
+
+def test_a_literal_m_is_never_thinned():
+    made = sweep.make_sweep(dense(2112, 7168, upper=300, compiled_dims="mn"))
+    assert len(sweep.thin(made).points) == 300
+
+
+def test_buffers_are_shared_and_bounded():
+    import torch
+
+    from fxwarm.families.deep_gemm.buffers import Buffers, Call
+
+    call = Call(sweep.make_sweep(CALLS[0]).request(), torch)
+    assert call.operand_bytes == 2112 * 7168
+    call.allocate(Buffers(torch, "cpu", call.operand_bytes))
+    values = call.values(4)
+    assert values["a"].shape == (5, 7168)
+    assert values["a"].data_ptr() == values["b"].data_ptr() == values["d"].data_ptr()
+    assert values["a_sf"].data_ptr() != values["b_sf"].data_ptr()
+
+
+def test_drift_names_shape_and_size():
+    planned = list(DeepGemm().keys([CALLS[0]], Target.named("h200"), sgl()))
+    other = Planned(msgspec.structs.replace(planned[0].key, template=("1",)), planned[0].witness)
+    notes = compare(planned, [other, *planned[1:]])
+    assert len(notes) == 2
+    assert all("[1, 7168]" in n and "drift" in n for n in notes)

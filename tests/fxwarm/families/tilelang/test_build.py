@@ -1,0 +1,237 @@
+"""Building and loading real kernels on a CPU: in parallel, in other processes, once each, and never a wrong one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from fxwarm.families.tilelang import TileLang, index
+from fxwarm.families.tilelang.build import build
+from fxwarm.families.tilelang.statics import make_key, statics_of
+from fxwarm.ops import mhc_factories as factories
+from fxwarm.records import CompileKey, Planned, Target
+from tests.fxwarm.families.tilelang.calls import pre
+from tests.fxwarm.families.tilelang.process import START, run
+from tests.fxwarm.families.tilelang.test_keys import planned
+
+pytestmark = pytest.mark.skipif(not factories.has_tilelang(), reason="needs TileLang")
+CPU = Target.named("cpu")
+TOY = "tests.fxwarm.families.tilelang.toy:"
+
+
+def three(eps: float, hidden: int = 64) -> list[Planned]:
+    """Return the kernels for 1, 4 and 16 splits, of an eps that no other test uses: level one outlives a test."""
+    statics = [factories.pre_statics(hidden, 4, n, eps, 1e-6, 1e-6, 2.0, 20) for n in (1, 4, 16)]
+    return [Planned(make_key(factories.BIG_FUSE_CPU, s)) for s in statics]
+
+
+def toy(name: str, **statics) -> Planned:
+    return Planned(make_key(TOY + name, statics))
+
+
+def ready(family: TileLang, plan, jobs: int = 2) -> None:
+    assert not [b.error for b in family.build(family.missing(plan, CPU), CPU, jobs) if b.error]
+
+
+def counts() -> tuple[int, int, int]:
+    from fxwarm.families.tilelang import jit
+
+    jit.watch()
+    return jit.Counts.builds, jit.Counts.loads, jit.Counts.elaborations
+
+
+def test_two_workers_build_what_one_builds(fresh, monkeypatch):  # A6
+    keys = []
+    for jobs, folder in ((1, "one"), (2, "two")):
+        monkeypatch.setenv("TILELANG_CACHE_DIR", str(fresh / folder))
+        plan = three(1.1e-6)
+        built = list(TileLang().build(plan, CPU, jobs))
+        assert {b.key for b in built} == {p.key for p in plan}
+        assert all(b.bytes > 1000 and b.seconds > 0 and not b.error for b in built)
+        assert not TileLang().missing(plan, CPU)
+        keys.append(sorted(p.name for p in (index.root() / "kernels").iterdir()))
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 3
+
+
+def test_one_failing_build_does_not_stop_the_others(fresh):  # A6
+    good = [toy("scaled", width=8, factor=0.5), toy("scaled", width=8, factor=1.5)]
+    bad = [toy("broken", width=8), toy("absent", width=8), toy("scaled", colour="red")]
+    built = {b.key: b.error for b in TileLang().build([bad[0], good[0], bad[1], bad[2], good[1]], CPU, 2)}
+    assert [built[p.key] for p in good] == ["", ""]
+    assert "no kernel of width 8" in built[bad[0].key]
+    assert "cannot be imported" in built[bad[1].key]
+    assert "takes width, factor, step, not colour" in built[bad[2].key]
+    assert TileLang().missing([*good, *bad], CPU) == bad
+
+
+def test_a_build_beyond_the_limit_is_given_up_by_name(fresh):
+    plan = [toy("scaled", width=8, factor=2.5)]
+    (built,) = build(plan, CPU, 1, limit=0.05)
+    assert (built.key, built.error) == (plan[0].key, "no answer within 0 s")
+
+
+def test_a_worker_that_dies_costs_its_key_alone(fresh, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    plan = three(1.2e-6)
+    built = list(build(plan, CPU, 2))
+    assert len(built) == 3
+    assert all("the worker ended with 1" in b.error for b in built)
+
+
+def test_loading_twice_builds_nothing_and_elaborates_nothing(fresh):
+    family, plan = TileLang(), three(1.3e-6)
+    ready(family, plan)
+    before = counts()
+    loaded = list(family.load(plan, CPU))
+    assert not [x.error for x in loaded if x.error]
+    builds, loads, elaborations = (now - then for now, then in zip(counts(), before))
+    assert (builds, loads) == (0, 3)
+    assert elaborations <= 1  # one of each factory and process, to see that the index still holds
+    assert family.verify(plan) == []
+    assert family.verify(plan, elaborate=True) == []
+    before = counts()
+    assert not [x.error for x in family.load(plan, CPU) if x.error]
+    factory = factories.get_factory(factories.BIG_FUSE_CPU)
+    for p in plan:
+        factory(**statics_of(p.key))
+    assert counts() == before
+
+
+def test_what_was_not_built_is_built_by_load(fresh):
+    family, plan = TileLang(), three(1.4e-6)[:1]
+    before = counts()
+    assert not [x.error for x in family.load(plan, CPU) if x.error]
+    assert counts()[0] - before[0] == 1
+    assert family.missing(plan, CPU) == []
+
+
+def test_what_is_not_loaded_is_a_gap():
+    (gap,) = TileLang().verify(three(1.5e-6)[:1])
+    assert "not resident" in gap.reason
+
+
+def test_a_torn_or_removed_entry_is_missing_and_built_again(fresh):
+    family, plan = TileLang(), three(1.6e-6)
+    ready(family, plan)
+    folders = [index.folder_of(index.read(p.key, CPU)) for p in plan]
+    library = next(f for f in folders[0].iterdir() if f.suffix == ".so")
+    library.write_bytes(library.read_bytes()[:100])
+    shutil.rmtree(folders[1])
+    assert family.missing(plan, CPU) == plan[:2]
+    ready(family, plan)
+    assert family.missing(plan, CPU) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path, other: path.write_bytes(path.read_bytes()[:200]),
+        lambda path, other: path.write_bytes(other.read_bytes()),
+        lambda path, other: path.write_bytes(path.read_bytes().replace(b'"disk_key":"', b'"disk_key":"00')),
+        lambda path, other: path.write_bytes(path.read_bytes().replace(b'"tir":"', b'"tir":"AAAA')),
+        lambda path, other: path.unlink(),
+    ],
+    ids=["torn", "another's", "wrong key", "wrong code", "gone"],
+)
+def test_a_wrong_index_entry_never_loads_a_wrong_kernel(fresh, spoil, request):
+    eps = 2e-6 + 1e-9 * hash(request.node.callspec.id) % 997
+    family, plan = TileLang(), three(eps)
+    ready(family, plan)
+    spoil(index.path_of(plan[1].key, CPU), index.path_of(plan[2].key, CPU))
+    before = counts()
+    assert not [x.error for x in family.load(plan, CPU) if x.error]
+    assert counts()[0] == before[0], "the library's own entry was still there"
+    assert family.verify(plan, elaborate=True) == []
+    assert family.missing(plan, CPU) == []
+
+
+def test_an_index_of_another_code_is_not_believed(fresh):
+    """Two entries swapped whole, key and checksum right: only the factory itself can tell. In a process of its own."""
+    family, plan = TileLang(), three(1.7e-6)
+    ready(family, plan)
+    entries = [index.read(p.key, CPU) for p in plan]
+    swapped = msgspec.structs.replace(entries[0], tir=entries[1].tir, check=entries[1].check, disk_key=entries[1].disk_key)
+    index.path_of(plan[0].key, CPU).write_bytes(msgspec.json.encode(swapped))
+    found = run(
+        f"""
+        from tests.fxwarm.families.tilelang.test_build import three
+        plan = three(1.7e-6)
+        errors = [x.error for x in family.load(plan, CPU)]
+        print(json.dumps([errors, [str(g) for g in family.verify(plan, elaborate=True)], jit.builds()]))
+        """
+    )
+    assert found == [["", "", ""], [], 0]
+
+
+def test_the_files_of_a_kernel_are_named(fresh):
+    family, plan = TileLang(), three(1.8e-6)[:1]
+    ready(family, plan)
+    files = family.cached(plan)
+    assert {f.name for f in files} >= {"manifest.json", "params.json"}
+    assert all(f.is_file() for f in files)
+    assert index.path_of(plan[0].key, CPU) in files
+
+
+def test_two_processes_that_build_at_once_build_each_kernel_once(fresh):
+    code = START + (
+        "from tests.fxwarm.families.tilelang.test_build import three\n"
+        "from fxwarm.families.tilelang import worker\n"
+        "for p in three(1.9e-6): worker.make(p.key, CPU)\n"
+        "print(jit.builds())\n"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    built = [int(child.communicate(timeout=120)[0].split()[-1]) for child in children]
+    assert sum(built) == 3, built
+    assert not TileLang().missing(three(1.9e-6), CPU)
+
+
+def test_an_eager_kernel_is_resident_after_its_launch(fresh):
+    family, plan = TileLang(), [toy("eager", width=8, factor=3.0)]
+    ready(family, plan)
+    assert not [x.error for x in family.load(plan, CPU) if x.error]
+    before = counts()
+    x, out = torch.ones(5, 8), torch.empty(5, 8)
+    factories.get_factory(TOY + "eager")(x, out, width=8, factor=3.0)
+    assert torch.equal(out, 3 * x)
+    assert counts() == before
+    assert family.verify(plan) == []
+
+
+def test_a_kernel_file_of_another_version_is_not_looked_at(fresh, monkeypatch):
+    plan = three(2.1e-6)[:1]
+    path = index.path_of(plan[0].key, CPU)
+    monkeypatch.setattr(index, "_version", lambda distribution: "9.9")
+    index._made_from.cache_clear()
+    try:
+        assert index.path_of(plan[0].key, CPU) != path
+    finally:
+        index._made_from.cache_clear()
+
+
+def test_targets_have_files_of_their_own(fresh):
+    key = CompileKey("tilelang", "k", (), factories.BIG_FUSE)
+    assert len({index.path_of(key, Target.named(n)) for n in ("cpu", "h200", "b200")}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_a_machine_without_a_gpu_builds_for_hopper(fresh):
+    pytest.importorskip("tilelang")
+    target, family = Target.named("h200"), TileLang()
+    plan = [p for p in planned(pre(7168, 8192)) if statics_of(p.key)["n_splits"] in (1, 112)]
+    built = list(family.build(plan, target, 2))
+    assert [b.error for b in built] == ["", ""]
+    assert family.missing(plan, target) == []
+    for p in plan:
+        folder = index.folder_of(index.read(p.key, target))
+        names = {f.name for f in folder.iterdir()}
+        assert names >= {"device_kernel.cu", "host_kernel.cu", "executable.so", "params.json", "manifest.json"}
+        assert b"sm_90a" in (folder / "executable.so").read_bytes()

@@ -1,0 +1,33 @@
+# ruff: noqa: E741, F821
+"""TileLang kernels for the tests: one that works, one that cannot be elaborated, one in eager style."""
+
+import tilelang
+from tilelang import language as T
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def scaled(width: int, factor: float, step: int = 1):
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def scaled_kernel(x: T.Tensor[(n, width), T.float32], out: T.Tensor[(n, width), T.float32]):
+        with T.Kernel(n) as t:
+            for i in T.serial(width):
+                out[t, i] = x[t, i] * factor + step
+
+    return scaled_kernel
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def broken(width: int):
+    raise ValueError(f"no kernel of width {width}")
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def eager(x, out, width: int, factor: float):
+    n = T.dynamic("n")
+    x: T.Tensor[[n, width], T.float32]
+    out: T.Tensor[[n, width], T.float32]
+    with T.Kernel(n) as t:
+        for i in T.serial(width):
+            out[t, i] = x[t, i] * factor

@@ -1,0 +1,101 @@
+"""On a Hopper GPU: each op gives what the library gives, bit for bit, and what the CPU reference gives, nearly."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.fxwarm.ops.tensors import BF16, fp8_blocks, fp8_rows, randn
+
+ops = torch.ops.fxwarm
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available()
+        or torch.cuda.get_device_capability()[0] != 9
+        or importlib.util.find_spec("deep_gemm") is None,
+        reason="needs a Hopper GPU and deep_gemm",
+    ),
+]
+N, K, G = 256, 512, 2
+
+
+def calls() -> dict[str, tuple]:
+    """Return the arguments of one call an op, on the CPU; the last tensors that an op writes are zeros."""
+    m = 256
+    (x, x_sf, _), (w, w_sf, _), (g, g_sf, _) = fp8_rows(m, K), fp8_blocks(N, K), fp8_blocks(G, N, K)
+    (one, one_sf, _), y = fp8_rows(N, K), randn(m, K, dtype=BF16)
+    plain, d = randn(G, N, K, dtype=BF16), torch.zeros(m, N, dtype=BF16)
+    layout = torch.arange(m, dtype=torch.int32) // 128
+    ends = torch.tensor([100, 128 + 60], dtype=torch.int32)
+    xs, sfs = fp8_rows(G, m, K)[:2]
+    counts = torch.tensor([3, m], dtype=torch.int32)
+    heads, heads_sf, _ = fp8_rows(m, 8, K)
+    h, h_sf, _ = fp8_blocks(8, N, K)
+    wide = torch.zeros(m, 8, N, dtype=BF16)
+    mixed = randn(m, 8, K, dtype=BF16), randn(8, N, K, dtype=BF16)
+    plain_nt = "m_grouped_bf16_gemm_nt_contiguous"
+    fp8_nt = "m_grouped_fp8_gemm_nt_contiguous"
+    return {
+        "fp8_gemm_nt": (x, x_sf, w, w_sf, d),
+        "fp8_gemm_nt 1d1d": (x, x_sf, one, one_sf, d.float(), randn(m, N), [1, 1, 128]),
+        "bf16_gemm_nt": (y, plain[0], d),
+        fp8_nt: (x, x_sf, g, g_sf, d, layout),
+        f"{fp8_nt} psum": (x, x_sf, g, g_sf, d, ends, None, None, False, True),
+        plain_nt: (y, plain, d, layout),
+        "m_grouped_fp8_gemm_nt_masked": (
+            xs,
+            sfs,
+            g,
+            g_sf,
+            torch.zeros(G, m, N, dtype=BF16),
+            counts,
+            130,
+        ),
+        "einsum": ("bhr,hdr->bhd", *mixed, wide),
+        "einsum back": (
+            "bhd,hdr->bhr",
+            mixed[0][..., :N].contiguous(),
+            mixed[1],
+            randn(m, 8, K, dtype=BF16) * 0,
+        ),
+        "fp8_einsum": ("bhr,hdr->bhd", heads, heads_sf, h, h_sf, wide),
+        "tf32_hc_prenorm_gemm": (y, randn(24, K), torch.zeros(3, m, 24), torch.zeros(3, m), 3),
+        "tf32_hc_prenorm_gemm whole": (y, randn(24, K), torch.zeros(m, 24), torch.zeros(m)),
+    }
+
+
+def written(op: torch._ops.OpOverload, args: tuple) -> list[torch.Tensor]:
+    return [a for s, a in zip(op._schema.arguments, args, strict=False) if s.alias_info is not None]
+
+
+@pytest.mark.parametrize("name", calls())
+def test_cuda_agrees_with_the_cpu_reference(name):
+    op = getattr(ops, name.split()[0]).default
+    args = calls()[name]
+    cuda = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
+    op(*args)
+    op(*cuda)
+    for got, wanted in zip(written(op, cuda), written(op, args), strict=True):
+        got, wanted = got.cpu().float(), wanted.float()
+        if "psum" in name:  # a kernel writes padding rows too
+            rows = torch.cat([torch.arange(100), torch.arange(128, 188)])
+            got, wanted = got[rows], wanted[rows]
+        if "masked" in name:
+            got, wanted = got[:, :3], wanted[:, :3]
+        assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_an_op_is_the_librarys_call_bit_for_bit():
+    import deep_gemm
+
+    x, x_sf, w, w_sf, d = (t.cuda() for t in calls()["fp8_gemm_nt"])
+    direct = torch.zeros_like(d)
+    deep_gemm.fp8_gemm_nt((x, x_sf), (w, w_sf), direct)
+    ops.fp8_gemm_nt(x, x_sf, w, w_sf, d)
+    assert torch.equal(d, direct)
+    compiled = torch.zeros_like(d)
+    torch.compile(lambda out: ops.fp8_gemm_nt(x, x_sf, w, w_sf, out), fullgraph=True)(compiled)
+    assert torch.equal(compiled, direct)

@@ -1,0 +1,194 @@
+"""Every way torch saves and loads a compiled model, one stage a process: what ran cold must come back warm.
+
+    python tests/load_paths.py disk save FOLDER        a process that compiles and saves
+    python tests/load_paths.py disk load FOLDER        a fresh process that loads and serves
+    python tests/load_paths.py all FOLDER              both stages of each path, in processes of their own; a table last
+
+Each stage prints one JSON line. ``jit`` are the JIT events of the served calls after the first one; it must be empty.
+Needs nothing but torch, fxwarm and, for ``--model mhc`` and ``--model gemm``, the libraries; runs on any torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PATHS = ("disk", "mega_cache", "aot_compile", "aot_inputs", "precompile", "precompile_mega_cache", "package", "training")
+MODELS = ("toy", "mhc")
+ROWS = (5, 1, 2, 16, 33, 64, 200)
+
+
+def serve(call: Callable, make: Callable, events: Callable, expect: Callable | None) -> dict:
+    """Call with every row count; return what JIT work came after the first call, and whether the results are right."""
+    import torch
+
+    import fxwarm
+
+    begin = time.perf_counter()
+    with torch.no_grad():
+        call(make(ROWS[0]))
+    first, before, right = time.perf_counter() - begin, len(events()), True
+    with torch.no_grad():
+        for rows in ROWS[1:]:
+            x = make(rows)
+            out = call(x)
+            right &= expect is None or torch.allclose(out, expect(x), atol=1e-4)
+    reports = fxwarm.reports()
+    return {
+        "jit": [str(e) for e in events()[before:]],
+        "right": bool(right),
+        "first_s": round(first, 3),
+        "reports": [r.status for r in reports],
+        "built": sum(len(r.built) for r in reports),
+        "loaded": sum(len(r.loaded) for r in reports),
+        "keys": sorted({str(k) for p in fxwarm.plans() for k in p.keys}),
+        "warm_keys": sorted({r.plan_key for r in reports}),
+    }
+
+
+def stage(path: str, what: str, folder: Path, model_name: str) -> dict:
+    import torch
+
+    from fxwarm.backend import fxwarm as backend
+    from tests import load_models
+
+    if hasattr(torch._dynamo.config, "enable_aot_compile"):
+        torch._dynamo.config.enable_aot_compile = True  # 2.11 has it off
+    model, make, events = getattr(load_models, model_name)()
+    model = model.eval()
+    file = folder / path
+    if path in ("disk", "mega_cache"):
+        if path == "mega_cache" and what == "load":
+            torch.compiler.load_cache_artifacts(file.read_bytes())
+        out = serve(torch.compile(model, backend=backend), make, events, model)
+        if path == "mega_cache" and what == "save":
+            data, _ = torch.compiler.save_cache_artifacts()
+            file.write_bytes(data)
+        return out
+    if path == "aot_compile":
+        if what == "save":
+            x = make(5)
+            torch._dynamo.mark_dynamic(x, 0)
+            with torch.no_grad():
+                compiled = torch.compile(model, fullgraph=True, backend=backend).forward.aot_compile(((x,), {}))
+            compiled.save_compiled_function(str(file))
+            return serve(lambda y: compiled(model, y), lambda r: make(max(r, 2)), events, model)
+        with file.open("rb") as f:
+            loaded = torch.compiler.load_compiled_function(f)
+        return serve(lambda y: loaded(model, y), lambda r: make(max(r, 2)), events, model)
+    if path == "aot_inputs":
+        from torch._dynamo.aot_compile import ModelInput
+
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        if what == "save":
+            inputs = []
+            for rows in (5, 1):
+                x = make(rows)
+                if rows > 1:
+                    torch._dynamo.mark_dynamic(x, 0)
+                inputs.append(ModelInput((x,), {}, []))
+            with torch.no_grad():
+                compiled._aot_compile(inputs)
+            file.write_bytes(compiled._save_aot_compiled_module())
+            return serve(compiled, make, events, model)
+        compiled._load_aot_compiled_module(file.read_bytes())
+        return serve(compiled, make, events, model)
+    if path.startswith("precompile"):
+        model = load_models.Broken(model)
+        if path.endswith("mega_cache") and what == "load":
+            torch.compiler.load_cache_artifacts(file.read_bytes())
+        with torch._dynamo.config.patch(caching_precompile=True):
+            out = serve(torch.compile(model, backend=backend), make, events, model)
+            if what == "save":
+                if path.endswith("mega_cache"):
+                    data, _ = torch.compiler.save_cache_artifacts()
+                    file.write_bytes(data)
+                else:
+                    from torch._dynamo.precompile_context import PrecompileContext
+
+                    PrecompileContext.save_to_dynamo_cache()
+        return out
+    if path == "training":
+        compiled = torch.compile(model, backend=backend)
+        x = make(5)
+        for rows in ROWS:
+            x = make(rows).requires_grad_(model_name == "toy")
+            compiled(x).sum()
+        return serve(compiled, make, events, model)
+    if path == "package":
+        import fxwarm as package
+
+        file = file.with_suffix(".pt2")
+        if what == "save":
+            batch = torch.export.Dim("batch", min=1, max=8192)
+            with torch.no_grad():
+                program = torch.export.export(model, (make(5),), dynamic_shapes={"x": {0: batch}})
+            package.save_package(program, str(file))
+            return {"jit": [], "right": True}
+        loaded = package.load_package(str(file))
+        return serve(loaded, make, events, model)
+    raise SystemExit(f"no path {path!r}; known are {', '.join(PATHS)}")
+
+
+def environment(folder: Path, path: str, what: str) -> dict[str, str]:
+    """Private caches; a path through one file finds Inductor's cache empty when it loads."""
+    through_a_file = path not in ("disk", "precompile", "training")
+    inductor = folder / (f"{path}-inductor-{what}" if through_a_file else f"{path}-inductor")
+    kernels = folder / f"{path}-kernels"
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        "TOY_CACHE_DIR": str(kernels / "toy"),
+        "TILELANG_CACHE_DIR": str(kernels / "tilelang"),
+        "DG_JIT_CACHE_DIR": str(kernels / "deep_gemm"),
+    }
+
+
+def run_stage(path: str, what: str, folder: Path, model: str, **extra: str) -> dict:
+    """Run one stage in a process of its own and return what it printed."""
+    root = Path(__file__).resolve().parents[1]
+    env = {**os.environ, **environment(folder, path, what), **extra}
+    env["PYTHONPATH"] = os.pathsep.join([str(root), env.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).resolve()), path, what, str(folder), "--model", model]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"error": done.stderr.strip()[-1500:]}
+    return json.loads(lines[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", choices=[*PATHS, "all"])
+    parser.add_argument("what", help="save or load; with all, the folder")
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--model", choices=MODELS, default="toy")
+    args = parser.parse_args()
+    if args.path != "all":
+        args.folder.mkdir(parents=True, exist_ok=True)
+        print(json.dumps(stage(args.path, args.what, args.folder, args.model)))
+        return 0
+    import torch
+
+    folder, bad = Path(args.what), 0
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"torch {torch.__version__}, model {args.model}")
+    for path in PATHS:
+        results = [run_stage(path, what, folder, args.model) for what in ("save", "load")]
+        errors = [r["error"].splitlines()[-1] for r in results if "error" in r]
+        good = not errors and all(not r["jit"] and r["right"] for r in results)
+        bad += not good
+        print(f"{path:24} {'warm' if good else 'NOT WARM'} {errors or [r['jit'] for r in results]}")
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())
