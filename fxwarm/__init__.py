@@ -8,11 +8,13 @@ Importing this package imports neither torch nor a kernel library; each name bel
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxwarm.api import plan, plans, reports, warm, warm_all, warm_model
     from fxwarm.family import register, unregister
+    from fxwarm.packages import load_package, save_package
     from fxwarm.records import CompileKey, Library, Planned, Target, WarmPlan, WarmReport
     from fxwarm.tracing import trace
     from passes.records import Dim, Gap, KernelCall, ShapeSet, TensorSpec
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "fxwarm.api": ("plan", "plans", "reports", "warm", "warm_all", "warm_model"),
     "fxwarm.family": ("register", "unregister"),
+    "fxwarm.packages": ("load_package", "save_package"),
     "fxwarm.records": ("CompileKey", "Library", "Planned", "Target", "WarmPlan", "WarmReport"),
     "fxwarm.tracing": ("trace",),
     "passes.records": ("Dim", "Gap", "KernelCall", "ShapeSet", "TensorSpec"),
@@ -40,16 +43,21 @@ __all__ = [
     "TensorSpec",
     "WarmPlan",
     "WarmReport",
+    "load_package",
     "plan",
     "plans",
     "register",
     "reports",
+    "save_package",
     "trace",
     "unregister",
     "warm",
     "warm_all",
     "warm_model",
 ]
+
+if "torch" in sys.modules:  # torch.ops.fxwarm.*; without torch, `import fxwarm.ops` when it is there
+    import fxwarm.ops
 
 
 def __getattr__(name: str) -> Any:

@@ -59,13 +59,16 @@ class WarmCallable(_Base):
         inner: Callable[..., Any],
         warmup: Warmup,
         weights: Mapping[KernelCall, Mapping[str, int]] | None = None,
+        *,
+        register: bool = True,
     ) -> None:
         self.inner = inner
         self.warmup = warmup
         self.weights = dict(weights or {})
         self._lock = threading.RLock()
         self._run: Callable[..., Any] = self._first if warmup.options.when != "manual" else inner
-        pending.append(self)
+        if register:
+            pending.append(self)
 
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)

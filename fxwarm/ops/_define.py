@@ -1,6 +1,7 @@
 """Defines the ops of the namespace ``fxwarm``: schema, fake, CPU reference, CUDA call.
 
-``Library.define`` and ``impl``, not ``torch.library.custom_op``, whose Python layers cost more per call.
+``Library.define`` and ``impl``, not ``torch.library.custom_op``: a mutating op of nine arguments that does
+nothing took 2.3 against 28 us a call under inference_mode, 5 against 70 with grad enabled (torch 2.13, CPU).
 """
 
 from __future__ import annotations

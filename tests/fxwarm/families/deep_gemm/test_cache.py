@@ -14,7 +14,7 @@ import pytest
 from fxwarm import exc
 from fxwarm.families.deep_gemm import DeepGemm, cache, digest, library, source, toolchain
 from fxwarm.records import CompileKey, Planned, Target
-from tests.fxwarm.families.deep_gemm.conftest import build_elf, elf, runs_of
+from tests.fxwarm.families.deep_gemm.conftest import elf, runs_of
 from tests.fxwarm.families.deep_gemm.samples import dense, sgl
 
 WHEEL = "sgl-deep-gemm==0.1.5.post1"
@@ -85,8 +85,8 @@ def test_digests_of_known_texts():
         (lambda data: b"\x7fELF\x01" + data[5:], False),
     ],
 )
-def test_only_whole_binaries_count(tmp_path, real_nvcc, damage, whole):
-    for data in (elf(), build_elf(real_nvcc, tmp_path, '__global__ void f(int* x) { *x = 1; }')):
+def test_only_whole_binaries_count(tmp_path, real_elf, damage, whole):
+    for data in (elf(), real_elf):
         path = tmp_path / "k.cubin"
         path.write_bytes(damage(data))
         assert cache.is_whole_elf(path) == whole

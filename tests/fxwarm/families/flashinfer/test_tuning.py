@@ -95,7 +95,7 @@ def test_a_limit_that_is_no_power_of_two_is_rounded_up(library):
 
 def test_a_smaller_limit_of_another_layer_does_not_take_over(library):
     """Upstream the last new value of ``tune_max_num_tokens`` stays in force for the process."""
-    small, large = moe(64, **SIZES, tune_max_num_tokens=100), moe(1000, **SIZES, top_k=1) if False else moe(1000, **SIZES)
+    small, large = moe(64, **SIZES, tune_max_num_tokens=100), moe(1000, **SIZES)
     planned = plan(small, large)
     tune(planned)
     for tokens, limit in ((70, 100), (1000, 8192), (900, 4096), (70, 100), (1000, 8192)):
