@@ -100,13 +100,14 @@ class Reader:
         if isinstance(value, torch.fx.Node):
             return self._read_node(value)
         if isinstance(value, torch.Tensor):
-            return self.tensor(value)
+            return "nested tensor" if value.is_nested else self.tensor(value)
         if isinstance(value, tuple | list):
             return tuple(map(self.read, value))
         if isinstance(value, View):
             return self._read_view(value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self._sizes.size(value)
+            ragged = not hasattr(value.node, "expr")
+            return str(value) if ragged else self._sizes.size(value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return str(value).removeprefix("torch.")
         if isinstance(value, torch.device):
@@ -119,7 +120,7 @@ class Reader:
         import torch
 
         held = value_of(node)
-        if isinstance(held, torch.Tensor):
+        if isinstance(held, torch.Tensor) and not held.is_nested:
             return self.tensor(held, self._placeholders.get(node))
         return None if held is None else self.read(held)
 
@@ -130,7 +131,7 @@ class Reader:
         local = getattr(tensor, "_local_tensor", tensor)
         shape = tuple(map(self._sizes.size, local.shape))
         strides = None
-        if local.layout == torch.strided and not local.is_nested:
+        if local.layout == torch.strided:
             strides = tuple(map(self._sizes.size, local.stride()))
             strides = None if is_contiguous(shape, strides) else strides
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -38,7 +38,6 @@ def bound_dim(text: str, symbols: tuple[Symbol, ...], guards: tuple[str, ...]) -
     over so many symbols that it had to be left out can only have added values. Raises Unbounded without an upper (or
     lower) bound, and where no point satisfies the guards.
     """
-    import numpy as np
 
     expr = parse(text)
     if expr.is_Integer:
@@ -46,7 +45,7 @@ def bound_dim(text: str, symbols: tuple[Symbol, ...], guards: tuple[str, ...]) -
     chosen, conditions = select(names_of(expr), symbols, guards)
     columns = enumerate_points(chosen, conditions)
     if columns is not None and magnitude(expr, reach(chosen)) <= LARGEST:
-        values = np.unique(evaluate(expr, columns))
+        values = _distinct(evaluate(expr, columns))
         if not len(values):
             ranges = ", ".join(f"{s.lower} <= {s.name} <= {s.upper}" for s in chosen)
             raise Unbounded(
@@ -63,6 +62,19 @@ def bound_dim(text: str, symbols: tuple[Symbol, ...], guards: tuple[str, ...]) -
             f"{text} has no {'upper' if upper is None else 'lower'} bound; bound it with torch._check"
         )
     return Dim(text, lower, upper)
+
+
+def _distinct(values: np.ndarray) -> np.ndarray:
+    """Return the distinct values, ascending: what np.unique does, but fast for what is ascending already."""
+    import numpy as np
+
+    if len(values) < 2:
+        return values
+    steps = np.diff(values)
+    if (steps < 0).any():
+        values = np.sort(values)
+        steps = np.diff(values)
+    return values[np.concatenate(([True], steps > 0))]
 
 
 class Image:

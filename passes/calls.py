@@ -10,10 +10,11 @@ Two functions that call the same kernel on the same shapes give equal records, w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from passes.bound import Unbounded, bound_dim, is_contiguous
@@ -164,10 +165,10 @@ class Bounder:
             free = [s for s in free if s in size.free_symbols]
             if not free:
                 raise
-            names = ", ".join(f"{self.sizes.words(s)}" for s in free)
+            names = ", ".join(map(self.sizes.words, free))
             raise Unbounded(
                 f"the size {size} has no upper bound, because the data decide {names}; "
-                f"bound it in the model with torch._check(n <= ...), n being the size {free[0]}"
+                f"bound {', '.join(map(str, free))} in the model with torch._check(n <= ...)"
             ) from error
 
     def _frame(self, exprs: Iterable[Any], dims: Iterable[Any]) -> _Frame:
@@ -180,24 +181,27 @@ class Bounder:
         return self._frames[key]
 
     def _make_frame(self, exprs: tuple[Any, ...], dims: frozenset[Any]) -> _Frame:
-        own: set[Any] = set()
+        own: dict[Any, None] = {}  # in order of first use: a set's order changes with the hash seed
         groups: list[list[Any]] = []  # symbols that first appear together
         for expr in exprs:
-            fresh = sorted(expr.free_symbols - own, key=self.sizes.rank)
-            own.update(fresh)
+            fresh = sorted(expr.free_symbols - own.keys(), key=self.sizes.rank)
+            own.update(dict.fromkeys(fresh))
             groups += [fresh] if fresh else []
         ranges = {s: self._make_positive(s, dims) for s in own}
-        caps = [cap for cap in self.sizes.caps if cap.symbols <= own]
+        caps = [cap for cap in self.sizes.caps if cap.symbols <= own.keys()]
         for used in (*(w for s in own for w in ranges[s].capped), *(cap.words for cap in caps)):
             self._used[used] = None
 
         conditions = list(dict.fromkeys(c for s in own for c in self.sizes.conditions_on(s)))
-        further = sorted({s for c in conditions for s in c.free_symbols} - own, key=self.sizes.rank)
+        further = sorted(
+            {s for c in conditions for s in c.free_symbols} - own.keys(), key=self.sizes.rank
+        )
         for s in further:
-            try:
-                ranges[s] = self.sizes.range(s)
-            except Unbounded:  # its guards are left out
-                continue
+            # what only max_size bounds must not shrink a size of another input: its guards are left out
+            with contextlib.suppress(Unbounded):
+                found = self.sizes.range(s)
+                if not found.capped:
+                    ranges[s] = found
         conditions = [cap.condition for cap in caps] + [
             c for c in conditions if c.free_symbols <= ranges.keys()
         ]
@@ -235,7 +239,7 @@ class Bounder:
         self,
         order: tuple[Any, ...],
         exprs: tuple[Any, ...],
-        own: set[Any],
+        own: Collection[Any],
         ranges: Mapping[Any, Range],
         conditions: list[Any],
     ) -> _Frame:

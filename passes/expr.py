@@ -16,8 +16,9 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from passes.functions import vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +32,6 @@ LARGEST = 1 << 62
 """Most that an intermediate result may be, so that int64 never wraps around."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_COMPARISONS = {"Eq": "==", "Ne": "!=", "Lt": "<", "Le": "<=", "Gt": ">", "Ge": ">="}
 _RELATIONS = {
     "Equality": "==",
     "Unequality": "!=",
@@ -42,53 +42,6 @@ _RELATIONS = {
 }
 _OPERATORS = {"Eq": "Eq", "NotEq": "Ne", "Lt": "Lt", "LtE": "Le", "Gt": "Gt", "GtE": "Ge"}
 _ADD, _MUL, _POW, _ATOM = 2, 3, 4, 5  # how tightly a piece of text binds; 1 is a comparison
-
-
-@functools.cache
-def _words() -> SimpleNamespace:
-    """Return what a text may call: ``make`` builds the expression, ``run`` computes it on arrays.
-
-    Imported on first use: sympy alone costs about a second after torch.
-    """
-    import numpy as np
-    import sympy
-    from torch.utils._sympy import functions as of_torch
-
-    def integral(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda x: rounded(x).astype(np.int64)
-
-    both = {
-        "FloorDiv": (of_torch.FloorDiv, np.floor_divide),
-        "CleanDiv": (of_torch.FloorDiv, np.floor_divide),  # the same value
-        "Mod": (of_torch.Mod, np.mod),
-        "PythonMod": (of_torch.PythonMod, np.mod),
-        "ModularIndexing": (
-            of_torch.ModularIndexing,
-            lambda b, d, m: np.mod(np.floor_divide(b, d), m),
-        ),
-        "Max": (of_torch.Max, lambda *a: functools.reduce(np.maximum, a)),
-        "Min": (of_torch.Min, lambda *a: functools.reduce(np.minimum, a)),
-        "PowByNatural": (of_torch.PowByNatural, np.power),
-        "Identity": (lambda x: x, lambda x: x),
-        "ToFloat": (of_torch.ToFloat, lambda x: np.asarray(x, np.float64)),
-        "IntTrueDiv": (of_torch.IntTrueDiv, np.true_divide),
-        "FloatTrueDiv": (of_torch.FloatTrueDiv, np.true_divide),
-        "CeilToInt": (of_torch.CeilToInt, integral(np.ceil)),
-        "FloorToInt": (of_torch.FloorToInt, integral(np.floor)),
-        "TruncToInt": (of_torch.TruncToInt, integral(np.trunc)),
-        "RoundToInt": (of_torch.RoundToInt, integral(np.rint)),
-        "TruncToFloat": (of_torch.TruncToFloat, np.trunc),
-        "Where": (of_torch.Where, np.where),
-        "ceiling": (sympy.ceiling, np.ceil),
-        "floor": (sympy.floor, np.floor),
-        "Abs": (sympy.Abs, np.abs),
-        "And": (sympy.And, lambda *a: functools.reduce(np.logical_and, a)),
-        "Or": (sympy.Or, lambda *a: functools.reduce(np.logical_or, a)),
-        "Not": (sympy.Not, np.logical_not),
-    }
-    make = {name: made for name, (made, _) in both.items()}
-    make.update({name: getattr(sympy, name) for name in _COMPARISONS})
-    return SimpleNamespace(make=make, run={name: ran for name, (_, ran) in both.items()})
 
 
 def symbol(name: str) -> sympy.Symbol:
@@ -128,7 +81,7 @@ def _build(node: ast.expr, depth: int) -> Any:  # noqa: PLR0911
 
     if depth > DEEPEST:
         raise ValueError(f"the expression is nested more than {DEEPEST} deep; write it flatter")
-    make = _words().make
+    make = vocabulary().make
     match node:
         case ast.Constant(value=bool() as value):
             return sympy.true if value else sympy.false
@@ -161,7 +114,7 @@ def _combine(operator: ast.operator, left: Any, right: Any) -> Any:  # noqa: PLR
     """Return ``left operator right``."""
     import sympy
 
-    make = _words().make
+    make = vocabulary().make
     match operator:
         case ast.Add():
             return left + right
@@ -232,7 +185,7 @@ def _print(expr: Any) -> tuple[str, int]:  # noqa: PLR0911, PLR0912
         return name.removeprefix("Boolean"), _ATOM
     if name == "Identity":
         return _print(expr.args[0])
-    if name in _words().make:
+    if name in vocabulary().make:
         ordered = (
             sorted(expr.args, key=_rank_number_first)
             if name in ("Max", "Min", "And", "Or")
@@ -319,7 +272,7 @@ def _compiled(expr: sympy.Basic) -> tuple[Callable[..., Any], tuple[str, ...]]:
     # floor(s0/3 + 1/3) in floating point can land on the wrong side: in integers it cannot
     exact = expr.replace(sympy.floor, _floor).replace(sympy.ceiling, lambda x: -_floor(-x))
     # the printer is ours, and so are the names that it prints: sympy prints torch's Max as its own
-    return sympy.lambdify(symbols, exact, modules=[_words().run], printer=to_text), tuple(
+    return sympy.lambdify(symbols, exact, modules=[vocabulary().run], printer=to_text), tuple(
         s.name for s in symbols
     )
 
@@ -329,7 +282,7 @@ def _floor(number: Any) -> Any:
     import sympy
 
     above, below = sympy.fraction(sympy.together(number))
-    return _words().make["FloorDiv"](above, below)
+    return vocabulary().make["FloorDiv"](above, below)
 
 
 def magnitude(expr: Any, largest: Mapping[str, int]) -> int:  # noqa: PLR0911

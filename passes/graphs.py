@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from passes.calls import Bounder
-from passes.sizes import Sizes, name_of
+from passes.places import name_of
+from passes.sizes import Sizes
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Where an op stands in the model: ``layers.3.mlp.experts (model.py:42)``."""
+"""Where an op stands in the model, and where a size comes from: ``layers.3.mlp (model.py:42)``, ``x.shape[0]``."""
 
 from __future__ import annotations
 
@@ -44,3 +44,14 @@ def _module_of(stack: Any) -> str:
     root = re.match(r"L\['\w+'\]", path)
     path = path[root.end() :] if root else path
     return _ITEM.sub(lambda m: f".{m[1] or m[2]}", path).strip(".")
+
+
+def name_of(source: Any) -> str:
+    """Return a torch source in the model's words: ``L['x'].size()[0]`` is ``x.shape[0]``."""
+    # a method before torch 2.11
+    name = str(source.name() if callable(source.name) else source.name)
+    match = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", name)
+    if not match:
+        return name
+    root, path, dim = match.groups()
+    return root + path + (f".shape[{dim}]" if dim is not None else "")

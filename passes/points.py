@@ -37,9 +37,9 @@ def enumerate_points(symbols: tuple[Symbol, ...], guards: tuple[str, ...]) -> Co
     """
     import numpy as np
 
-    if any(s.upper is None for s in symbols):
-        return None
     largest = reach(symbols)
+    if any(most > LARGEST for most in largest.values()):
+        return None
     conditions = [
         c for c in map(parse, guards) if names_of(c) <= largest.keys() and is_safe(c, largest)
     ]

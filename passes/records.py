@@ -7,7 +7,7 @@ and back with validation, so that equal calls of different graphs, functions and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -18,14 +18,21 @@ from passes.table import Table, call_text, plural, sizes_text
 if TYPE_CHECKING:
     import numpy as np
 
+T = TypeVar("T")
+
 SCHEMA = 1
 """Number of this file format. A file with another number is refused, never guessed at."""
 
 Scalar = bool | int | float | str | None
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A frozen record that goes to JSON and back."""
+class Record(
+    msgspec.Struct, frozen=True, cache_hash=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """A frozen record that goes to JSON and back.
+
+    The hash is kept: a dim may hold thousands of runs, and a call is looked up once a node.
+    """
 
 
 class Dim(Record, frozen=True):
@@ -198,7 +205,7 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
 
     def items(self) -> Iterator[tuple[KernelCall, Site]]:
         """Yield each call with its site."""
-        return zip(self.calls, self.sites)
+        return zip(self.calls, self.sites, strict=True)
 
     def __or__(self, other: ShapeSet) -> ShapeSet:
         if not isinstance(other, ShapeSet):
@@ -271,7 +278,7 @@ def unite(sets: Iterable[ShapeSet]) -> ShapeSet:
     return ShapeSet(tuple(calls), tuple(calls.values()), tuple(gaps), tuple(unknown.values()), tuple(specialized))
 
 
-def decode(text: str | bytes, cls: type[Any]) -> Any:
+def decode(text: str | bytes, cls: type[T]) -> T:
     """Decode JSON ``text`` as ``cls``, a record with the fields ``kind`` and ``schema``.
 
     Raises ValueError naming what the text is instead and what to do about it.

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from passes.bound import Unbounded
+from passes.places import name_of
 
 if TYPE_CHECKING:
     import sympy
@@ -193,25 +193,14 @@ class Sizes:
 
     def rank(self, symbol: sympy.Symbol) -> tuple[int, str]:
         """Order symbols as the inputs of the graph do, which torch's names do not."""
-        return list(self._inputs).index(symbol) if symbol in self._inputs else len(
-            self._inputs
-        ), str(symbol)
+        order = list(self._inputs)
+        return order.index(symbol) if symbol in order else len(order), str(symbol)
 
     def words(self, symbol: sympy.Symbol) -> str:
         """Return where ``symbol`` comes from, in the model's words: x.shape[0]."""
-        sources = getattr(self._env, "var_to_sources", {}).get(symbol) or ()
-        for source in sources:
-            name = (
-                source.name() if callable(source.name) else source.name
-            )  # a method before torch 2.11
-            match = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", name)
-            if match:
-                root, path, dim = match.groups()
-                return root + path + (f".shape[{dim}]" if dim is not None else "")
-            return str(name)
-        return self._inputs.get(
-            symbol, str(symbol)
-        )  # torch keeps no source of what mark_unbacked marked
+        sources = getattr(self._env, "var_to_sources", {}).get(symbol)
+        # torch keeps no source of what mark_unbacked marked
+        return name_of(sources[0]) if sources else self._inputs.get(symbol, str(symbol))
 
     def conditions_on(self, symbol: sympy.Symbol) -> list[sympy.Basic]:
         """Return the guards and the torch._check conditions that mention ``symbol``."""
@@ -278,18 +267,6 @@ class Sizes:
             return self.range(symbol)
         except Unbounded:
             return self._ranges[symbol]
-
-
-def name_of(source: Any) -> str:
-    """Return a torch source in the model's words: ``L['x'].size()[0]`` is ``x.shape[0]``."""
-    name = str(
-        source.name() if callable(source.name) else source.name
-    )  # a method before torch 2.11
-    match = re.fullmatch(r"L\['(\w+)'\](.*?)(?:\.size\(\)\[(\d+)\])?", name)
-    if not match:
-        return name
-    root, path, dim = match.groups()
-    return root + path + (f".shape[{dim}]" if dim is not None else "")
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:

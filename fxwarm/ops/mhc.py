@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ log = logging.getLogger(__name__)
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def _pre_fake(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: float) -> Triple:
+def _pre_fake(
+    residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any
+) -> Triple:
     mult, hidden = _check_pre(residual, fn, hc_scale, hc_base, int(args[-1]))
     tokens = residual.shape[0]
     return (
@@ -39,15 +42,14 @@ def _pre_fake(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *
     )
 
 
-def _pre_cpu(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: float) -> Triple:
+def _pre_cpu(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any) -> Triple:
     post, comb, layer_input = _pre_fake(residual, fn, hc_scale, hc_base, *args)
     tokens, mult, hidden = residual.shape
     if tokens == 0:
         return post, comb, layer_input
     if not has_cpu_kernels():
-        post, comb, wide = mhc_pre_reference(
-            residual, fn, hc_scale, hc_base, *args, dtype=torch.float32
-        )
+        found = mhc_pre_reference(residual, fn, hc_scale, hc_base, *args, torch.float32)
+        post, comb, wide = found
         return post, comb, wide.to(residual.dtype)
     splits = num_splits(tokens, mult * hidden, device_sms(residual.device))
     partial, squares = prenorm_reference(residual.flatten(1), fn, splits, torch.float32)
@@ -57,12 +59,21 @@ def _pre_cpu(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *a
     wide = torch.empty(tokens, hidden)
     streams = residual.contiguous().float()
     kernel(
-        partial, squares, hc_scale.contiguous(), hc_base.contiguous(), streams, post, comb.flatten(1), wide
+        partial,
+        squares,
+        hc_scale.contiguous(),
+        hc_base.contiguous(),
+        streams,
+        post,
+        comb.flatten(1),
+        wide,
     )
     return post, comb, wide.to(residual.dtype)
 
 
-def _pre_cuda(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: float) -> Triple:
+def _pre_cuda(
+    residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any
+) -> Triple:
     post, comb, layer_input = _pre_fake(residual, fn, hc_scale, hc_base, *args)
     tokens, mult, hidden = residual.shape
     if tokens == 0:
@@ -125,10 +136,29 @@ def _check_pre(
     mult = math.isqrt(rows + 1) - 1
     _check(mult > 0 and mult * (2 + mult) == rows, "mhc_pre: fn has {} rows, not m*(2+m)", rows)
     hidden = fn.shape[1] // mult
-    _check(residual.shape[1] == mult, "mhc_pre: residual has {} streams, fn wants {}", residual.shape[1], mult)
-    _check(residual.shape[2] == hidden, "mhc_pre: residual has hidden {}, fn wants {}", residual.shape[2], hidden)
-    _check(scale.dim() == 1 and scale.shape[0] == 3, "mhc_pre: hc_scale must be [3], not {}", scale.shape)
-    _check(base.dim() == 1 and base.shape[0] == rows, "mhc_pre: hc_base must be [{}], not {}", rows, base.shape)
+    _check(
+        residual.shape[1] == mult,
+        "mhc_pre: residual has {} streams, fn wants {}",
+        residual.shape[1],
+        mult,
+    )
+    _check(
+        residual.shape[2] == hidden,
+        "mhc_pre: residual has hidden {}, fn wants {}",
+        residual.shape[2],
+        hidden,
+    )
+    _check(
+        scale.dim() == 1 and scale.shape[0] == 3,
+        "mhc_pre: hc_scale must be [3], not {}",
+        scale.shape,
+    )
+    _check(
+        base.dim() == 1 and base.shape[0] == rows,
+        "mhc_pre: hc_base must be [{}], not {}",
+        rows,
+        base.shape,
+    )
     for name, weight in (("fn", fn), ("hc_scale", scale), ("hc_base", base)):
         _check(weight.dtype == torch.float32, "mhc_pre: {} is {}; give float32", name, weight.dtype)
     _check_dtype("mhc_pre: residual", residual)
@@ -143,10 +173,22 @@ def _check_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None
     _check(comb.dim() == 3, "mhc_post: comb_res_mix must be [T, m, m], not {}", comb.shape)
     tokens, mult, hidden = residual.shape
     for name, other in (("x", x), ("post_layer_mix", post), ("comb_res_mix", comb)):
-        _check(other.shape[0] == tokens, "mhc_post: {} has {} tokens, residual {}", name, other.shape[0], tokens)
+        _check(
+            other.shape[0] == tokens,
+            "mhc_post: {} has {} tokens, residual {}",
+            name,
+            other.shape[0],
+            tokens,
+        )
     _check(x.shape[1] == hidden, "mhc_post: x has hidden {}, residual {}", x.shape[1], hidden)
     for name, other in (("post_layer_mix", post), ("comb_res_mix", comb)):
-        _check(other.shape[1] == mult, "mhc_post: {} has {} streams, residual {}", name, other.shape[1], mult)
+        _check(
+            other.shape[1] == mult,
+            "mhc_post: {} has {} streams, residual {}",
+            name,
+            other.shape[1],
+            mult,
+        )
         _check(other.dtype == torch.float32, "mhc_post: {} is {}; give float32", name, other.dtype)
     _check(comb.shape[2] == mult, "mhc_post: comb_res_mix must be [T, m, m], not {}", comb.shape)
     _check(x.dtype == residual.dtype, "mhc_post: x is {}, residual {}", x.dtype, residual.dtype)
@@ -161,14 +203,19 @@ def _check_dtype(what: str, tensor: Tensor) -> None:
 
 def _check(holds: bool, message: str, *values: object) -> None:
     """Assert ``holds``, also of symbols while a graph is traced: there it becomes a fact about them."""
-    torch._check(holds, lambda: message.format(*(list(v) if isinstance(v, torch.Size) else v for v in values)))
+    torch._check(
+        holds,
+        lambda: message.format(*(list(v) if isinstance(v, torch.Size) else v for v in values)),
+    )
 
 
 @functools.cache
 def has_cpu_kernels() -> bool:
     """Whether TileLang can serve this CPU; says so once where it cannot and the reference runs."""
     if not factories.has_tilelang():
-        log.info("mHC runs as a reference on this CPU: TileLang is not installed; pip install tilelang")
+        log.info(
+            "mHC runs as a reference on this CPU: TileLang is not installed; pip install tilelang"
+        )
         return False
     try:
         factories.get_factory(factories.BIG_FUSE_CPU)

@@ -122,7 +122,9 @@ def _pre(
     residual, fn = given["residual"], given["fn"]
     rows, k = fn.shape
     tokens, mult = math.prod(residual.shape[:-2]), _mult(rows)
-    if given.get("x") is not None and kind == "pre":  # a first layer: its GEMM may be as narrow as hidden
+    if (
+        given.get("x") is not None and kind == "pre"
+    ):  # a first layer: its GEMM may be as narrow as hidden
         wide = residual.shape[-1]
     else:
         wide = k // mult if isinstance(mult, int) else None

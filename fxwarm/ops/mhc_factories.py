@@ -4,6 +4,8 @@
 takes 7 to 13 s where it works, for it runs torch.compile. Its ``mhc`` modules need neither.
 """
 
+# ruff: noqa: PLR0917 (the argument order is the op's)
+
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +34,12 @@ def get_factory(path: str) -> Any:
     found = _factories.get(path)
     if found is None:
         module, _, attribute = path.partition(":")
-        with _lock, _submodules_only("tile_kernels") if module.startswith("tile_kernels.") else _nothing():
+        with (
+            _lock,
+            _submodules_only("tile_kernels")
+            if module.startswith("tile_kernels.")
+            else contextlib.nullcontext(),
+        ):
             found = getattr(importlib.import_module(module), attribute)
             _factories[path] = found
     return found
@@ -90,8 +97,3 @@ def _submodules_only(package: str) -> Iterator[None]:
     finally:
         if sys.modules.get(package) is stand_in:
             del sys.modules[package]
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield

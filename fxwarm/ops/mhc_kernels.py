@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: PLR0915, E741, F821
+# ruff: noqa: PLR0912, PLR0917
 """TileLang kernels of our own for a CPU: what the fused mHC kernels do on a GPU, specialised by the same statics.
 
 They are why a machine without a GPU meets the same JIT: a token count with another number of splits compiles another

@@ -4,7 +4,11 @@ x are the residual streams [T, m, H], X the same flattened to [T, m*H], ``fn`` [
 DeepSeek's TileKernels 1.0.0 (``tile_kernels.mhc``).
 """
 
+# ruff: noqa: PLR0917 (the argument order is the ops')
+
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -12,12 +16,16 @@ from torch import Tensor
 from fxwarm.ops.mhc_splits import BLOCK
 
 
-def prenorm_reference(a: Tensor, b: Tensor, num_splits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def prenorm_reference(
+    a: Tensor, b: Tensor, num_splits: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return partial sums of a @ b.T [splits, T, n] and of a*a [splits, T], K cut at multiples of 64."""
     blocks = -(-a.shape[1] // BLOCK)
-    edges = [min(i * blocks // num_splits * BLOCK, a.shape[1]) for i in range(num_splits)] + [a.shape[1]]
+    edges = [min(i * blocks // num_splits * BLOCK, a.shape[1]) for i in range(num_splits)] + [
+        a.shape[1]
+    ]
     a, b = a.to(dtype), b.to(dtype)
-    parts = [(a[:, i:j], b[:, i:j]) for i, j in zip(edges, edges[1:])]
+    parts = [(a[:, i:j], b[:, i:j]) for i, j in itertools.pairwise(edges)]
     return torch.stack([x @ w.T for x, w in parts]), torch.stack([(x * x).sum(1) for x, _ in parts])
 
 

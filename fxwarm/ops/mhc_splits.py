@@ -77,7 +77,9 @@ def prenorm_call(op: Any) -> KernelCall | None:
     if layer is None or layer.a is None or layer.b is None:
         return None
     tensors = {"a": layer.a, "b": layer.b}
-    call: KernelCall = op.call("deep_gemm", "tf32_hc_prenorm_gemm", tensors, {"num_splits": layer.rule})
+    call: KernelCall = op.call(
+        "deep_gemm", "tf32_hc_prenorm_gemm", tensors, {"num_splits": layer.rule}
+    )
     return call
 
 

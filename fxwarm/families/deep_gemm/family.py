@@ -39,6 +39,8 @@ class DeepGemm:
     def __init__(self, memory: int | None = None, timeout: float | None = None) -> None:
         self.memory, self.timeout = memory, timeout
         self._before: frozenset[str] | None = None
+        self._built: set[str] = set()
+        """Entries that other graphs' builds may add while one graph is verified."""
 
     def __repr__(self) -> str:
         return "DeepGemm()"
@@ -135,6 +137,7 @@ class DeepGemm:
         where = cache.writable(self._roots(generation))
         if where != self._roots(generation):
             os.environ.update(cache.environment(where))  # read by the library at its first call
+        self._built |= {p.source.entry for p in sourced if p.source is not None}
         timeout = self.timeout or _option("build_timeout", TIMEOUT)
         yield from build(sourced, where, compiler, jobs=jobs, timeout=timeout)
 
@@ -163,9 +166,8 @@ class DeepGemm:
         """Return a gap for each entry that came into the cache since loading began, unplanned."""
         if self._before is None:
             return []
-        where = self._roots()
-        new = {n: f for n, f in cache.entries(where).items() if n not in self._before}
-        self._before = frozenset(cache.entries(where))
+        known, self._before = self._before | self._built, None
+        new = {n: f for n, f in cache.entries(self._roots()).items() if n not in known}
         return presence.unplanned(new, planned)
 
     def _roots(self, generation: str | None = None) -> cache.Roots:

@@ -102,7 +102,7 @@ def _canonical(op: OpCall, entry: Entry) -> KernelCall | None:
     }
     shapes.check(entry.op, {n: tuple(t.shape) for n, t in tensors.items()}, _dtypes(tensors), attrs)
     ordered = {n: tensors[n] for n in (*entry.tensors, *entry.optional) if n in tensors}
-    return op.call(FAMILY, entry.op, ordered, attrs)
+    return op.call(FAMILY, entry.op, shapes.unify(entry.op, ordered, attrs), attrs)
 
 
 def _dynamic(op: OpCall) -> tuple[KernelCall, ...]:

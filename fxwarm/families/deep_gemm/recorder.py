@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,9 +37,6 @@ log = logging.getLogger(__name__)
 
 MEMORY = 1 << 30
 """Bytes of device memory that the child's operands may take; beyond it A and B only pretend."""
-_QUIET = ("DG_PRINT_CONFIGS", "JIT_PRINT_COMPILER_COMMAND", "JIT_PRINT_LOAD_TIME",
-          "JIT_DUMP_ASM", "JIT_DUMP_PTX", "JIT_DUMP_SASS")  # fmt: skip
-"""Variables that print or dump and enter no key: not repeated, each costs time at every launch."""
 
 
 class Recorder:
@@ -66,6 +62,7 @@ class Recorder:
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._requests = 0
+        self._owner = os.getpid()
         self._forks = True
 
     def start(self) -> None:
@@ -118,7 +115,9 @@ class Recorder:
         yield from found
 
     def close(self) -> None:
-        """End the child and remove its folder. Harmless to call twice."""
+        """End the child and remove its folder. Harmless to call twice, and in a fork of its owner."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
@@ -150,6 +149,8 @@ class Recorder:
                 yield Gap(
                     at.call.op, f"{at.call} at M={at.m_at(answer['row'])}: {words}", family=FAMILY
                 )
+            elif "forks" in answer:
+                self._forks = bool(answer["forks"])
             elif "died" in answer:
                 raise exc.LibraryError(
                     f"the process that asks {self.found} for its kernels ended by "
@@ -169,7 +170,7 @@ class Recorder:
             "root": str(room),
             "log": str(room / "log.txt"),
         }
-        environ = _environment(room, self.target)
+        environ = device.child_environment(room, self.target.device)
         with open(room / "stderr.txt", "wb") as errors:
             return subprocess.Popen(
                 [
@@ -292,24 +293,6 @@ def _planned(answer: dict[str, Any], sweeps: Sequence[sweep.Sweep]) -> Planned:
 
 def _given(found: Library) -> dict[str, str]:
     return {n: v for n, v in found.settings if n in ("num_sms", "mk_alignment")}
-
-
-def _environment(room: Path, target: Target) -> dict[str, str]:
-    """Repeat this process's environment, with the stand-in, a private cache, and its one device."""
-    environ = {n: v for n, v in os.environ.items() if n.removeprefix("DG_").removeprefix("DJ_")
-               not in _QUIET and n not in _QUIET}  # fmt: skip
-    environ |= {
-        "DG_JIT_CACHE_DIR": str(room / "unused"),
-        "DG_JIT_NVCC_COMPILER": str(room / "nvcc"),
-        "DG_USE_PYTORCH_CUBLASLT_HANDLE": "1",  # or the library takes 32 MiB of its own
-        "DG_USE_TEMP_CUBLASLT_WORKSPACE": "1",
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
-        "TMPDIR": environ.get("TMPDIR", tempfile.gettempdir()),
-    }
-    seen = device.identity(target.device)
-    if seen:
-        environ["CUDA_VISIBLE_DEVICES"] = seen
-    return environ
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

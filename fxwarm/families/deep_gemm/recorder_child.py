@@ -42,6 +42,8 @@ SETTERS = {
     "pdl": ("set_pdl",),
     "tc_util": ("set_tc_util",),
 }
+NO_DEVICE = 77 << 8
+"""Status of a fork that could not open the device."""
 BEAT = 2.0
 """Seconds between two signs of life."""
 
@@ -55,21 +57,44 @@ def main(config: dict[str, Any]) -> None:
     forks = not torch.cuda.is_initialized()
     say(answers, {"ready": True, "forks": forks})
     for request in iter(sys.stdin.buffer.readline, b""):
-        if not forks:
+        status = (
+            in_fork(json.loads(request), config, torch, library, answers) if forks else NO_DEVICE
+        )
+        if status == NO_DEVICE:
+            say(answers, {"forks": False})
             serve(json.loads(request), config, torch, library, answers)
             return
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                serve(json.loads(request), config, torch, library, answers)
-                code = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
         if status:
             say(answers, {"died": describe_status(status)})
+
+
+def in_fork(
+    request: dict[str, Any], config: dict[str, Any], torch: Any, library: Any, answers: int
+) -> int:
+    """Serve a request in a fork of this process; return how that ended, 0 for well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if opens(torch, config["device"]):
+                serve(request, config, torch, library, answers)
+                code = 0
+            else:
+                code = os.WEXITSTATUS(NO_DEVICE)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def opens(torch: Any, device: str) -> bool:
+    """Return whether a fork can use the device: not if an import has touched the driver already."""
+    try:
+        torch.zeros(1, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        print(f"the device does not open in a fork: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def serve(

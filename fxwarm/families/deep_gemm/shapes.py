@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fxwarm import exc
 
 if TYPE_CHECKING:
+    from passes.calls import SymTensor
     from passes.records import KernelCall
 
-__all__ = ["Form", "at_least", "check", "form", "local_experts"]
+__all__ = ["Form", "at_least", "check", "form", "local_experts", "unify"]
 
 Shape = tuple[Any, ...]
 
@@ -35,28 +36,39 @@ class Form:
 def form(op: str, attrs: Mapping[str, Any] | None = None) -> Form | None:
     """Return where the dims of ``op`` stand, None for an op without a GEMM's dims.
 
-    The first place of each is the one to read; the others must agree with it.
+    The first place of each is the one to read, that of M the one in A, then the one in D; the
+    others must agree with it.
     """
-    expr = str((attrs or {}).get("expr", "")).replace(" ", "")
+    attrs = attrs or {}
     if op.endswith("einsum"):
-        return _EINSUMS.get(expr)
+        return _EINSUMS.get(str(attrs.get("expr", "")).replace(" ", ""))
     if op.startswith("k_grouped"):
         return Form(m=(("d", 1),), n=(("d", 2),), groups=(("d", 0),))
     if op == "tf32_hc_prenorm_gemm":
-        return Form(m=(("a", 0), ("d", -2)), n=(("b", 0), ("d", -1)), k=(("a", 1), ("b", 1)))
+        rows = (("a", 0), ("d", -2), ("sqr_sum", -1))
+        return Form(rows, (("b", 0), ("d", -1)), (("a", 1), ("b", 1)))
     if "_gemm_" not in op or "logits" in op:
         return None
+    per_row = (attrs.get("recipe") or (1,))[0] == 1
     if "masked" in op:
         return Form(
-            (("a", 1), ("d", 1)), (("b", 1), ("d", 2)), (("a", 2), ("b", 2)),
-            (("a", 0), ("b", 0), ("d", 0), ("masked_m", 0)),
-        )  # fmt: skip
+            (("a", 1), ("d", 1), *((("a_sf", 1),) if per_row else ())),
+            (("b", 1), ("d", 2)),
+            (("a", 2), ("b", 2)),
+            (("a", 0), ("b", 0), ("d", 0), ("a_sf", 0), ("masked_m", 0)),
+        )
     layout = next(part for part in op.split("_") if part in ("nt", "nn", "tn", "tt"))
     b_n, b_k = (-2, -1) if layout[1] == "t" else (-1, -2)
     a_m, a_k = (0, 1) if layout[0] == "n" else (1, 0)
-    groups = (("b", 0),) if "m_grouped" in op else ()
+    m: tuple[tuple[str, int], ...] = (("a", a_m), ("d", 0), ("c", 0))
+    m = (*m, *((("a_sf", a_m),) if per_row else ()))
+    groups: tuple[tuple[str, int], ...] = (("b", 0),) if "m_grouped" in op else ()
+    if groups and attrs.get("use_psum_layout"):
+        groups = (*groups, ("grouped_layout", 0))
+    elif groups:
+        m = (*m, ("grouped_layout", 0))
     d_n = () if op == "fp8_gemm_nt_skip_head_mid" else (("d", 1),)
-    return Form((("a", a_m), ("d", 0)), (("b", b_n), *d_n), (("a", a_k), ("b", b_k)), groups)
+    return Form(m, (("b", b_n), *d_n), (("a", a_k), ("b", b_k)), groups)
 
 
 _EINSUMS = {
@@ -89,6 +101,62 @@ def check(
             _agree(op, dim, (first, shape0, shape0[at0]), (name, shape, shape[at]))
     if dtypes.get("b_sf") == "float32" and not op.startswith("k_grouped"):
         _check_scales(op, tensors, where, attrs)
+
+
+def unify(
+    op: str, tensors: Mapping[str, SymTensor], attrs: Mapping[str, Any]
+) -> dict[str, SymTensor]:
+    """Return the tensors with dims that the library takes as equal written the same.
+
+        a: [s0, 256], a_sf: [s1, 2], d: [s0, 192]   ->   a_sf: [s0, 2]
+
+    Values and their scales are often two inputs of a graph, whose sizes torch keeps apart. A number
+    wins over an expression; strides follow.
+    """
+    where = form(op, attrs)
+    found = dict(tensors)
+    if where is None:
+        return found
+    for places in (where.m, where.n, where.k, where.groups):
+        here = [(name, at) for name, at in places if _has_rank(found, name, at)]
+        sizes = [found[name].shape[at] for name, at in here]
+        if sizes:
+            same = next((size for size in sizes if isinstance(size, int)), sizes[0])
+            for name, at in here:
+                found[name] = _with_size(found[name], at, same)
+    if attrs.get("num_splits") is not None and op == "tf32_hc_prenorm_gemm":
+        for name in ("d", "sqr_sum"):
+            found[name] = _with_size(found[name], 0, attrs["num_splits"])
+    k = found[where.k[0][0]].shape[where.k[0][1]] if where.k else None
+    recipe = attrs.get("recipe") or (1, 1, 128)
+    if isinstance(k, int) and "a_sf" in found and "recipe_a" not in attrs and recipe[-1] == 128:
+        span = 128 if found["a_sf"].dtype == "float32" else 512  # four packed scales an int32
+        at = where.k[0][1] - len(found["a"].shape) if where.k[0][1] >= 0 else where.k[0][1]
+        found["a_sf"] = _with_size(found["a_sf"], at, -(-k // span))
+    return found
+
+
+def _with_size(tensor: SymTensor, at: int, size: Any) -> SymTensor:
+    """Return ``tensor`` with the dim ``at`` written as ``size``, in its strides too."""
+    import dataclasses
+
+    old = tensor.shape[at]
+    if isinstance(old, int) or old == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[at] = size
+    strides = tensor.strides
+    if strides is not None:
+        strides = tuple(s if isinstance(s, int) else _plain(s.subs(old, size)) for s in strides)
+    return dataclasses.replace(tensor, shape=tuple(shape), strides=strides)
+
+
+def _plain(size: Any) -> Any:
+    return int(size) if getattr(size, "is_Integer", False) else size
+
+
+def _has_rank(tensors: Mapping[str, SymTensor], name: str, at: int) -> bool:
+    return name in tensors and -len(tensors[name].shape) <= at < len(tensors[name].shape)
 
 
 def _check_scales(

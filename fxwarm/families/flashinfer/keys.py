@@ -155,11 +155,15 @@ def with_rows(call: KernelCall, rows: int) -> KernelCall:
 
 
 def _witness(call: KernelCall, image: bound.Image, rows: int) -> KernelCall:
-    """Return the static call with ``rows`` tokens, at the smallest sizes that lead to it."""
+    """Return the static call with ``rows`` tokens, at the smallest sizes that lead to it.
+
+    Every tensor gets them: where the graph does not say that two are as long, each has a symbol of its own.
+    """
     at = int(np.searchsorted(image.rows[:, 0], rows))
     try:
-        return bound.at(call, image.at(at))
+        sizes = image.at(at)
     except (
         ValueError
     ):  # too many points: the sizes behind the tokens are not known, and no kernel asks for them
-        return with_rows(bound.at(call, {s.name: s.lower for s in call.symbols}), rows)
+        sizes = {s.name: s.lower for s in call.symbols}
+    return with_rows(bound.at(call, sizes), rows)

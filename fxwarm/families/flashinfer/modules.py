@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from fxwarm import exc
@@ -24,22 +26,39 @@ _GIB = 1 << 30
 _PEAK = {"fused_moe": int(7.5 * _GIB)}
 _PEAK_ELSEWHERE = 3 * _GIB
 _environment = threading.Lock()
+_TELLING = re.compile(r"\berror\b|fatal|undefined reference|cannot find", re.IGNORECASE)
 
 
 def build(planned: Sequence[Planned], jobs: int) -> Iterator[Built]:
-    """Build each planned module that is missing, one after the other, ``jobs`` translation units at a time.
+    """Build each planned module that is missing, small ones side by side, ``jobs`` translation units at a time.
 
     Tuned entries and block-scale kernels are nothing that can be built ahead: they are left to ``tune`` and ``load``.
     """
     wanted = [p for p in planned if p.key.tag == MODULE]
-    for p in sorted(wanted, key=lambda p: p.key.kernel.startswith("fused_moe")):
-        begin = time.perf_counter()
-        try:
-            size = _build(p.key.kernel, jobs)
-        except Exception as error:
-            yield Built(p.key, time.perf_counter() - begin, error=_shorten(error))
-        else:
-            yield Built(p.key, time.perf_counter() - begin, size)
+    large = [p for p in wanted if p.key.kernel.startswith("fused_moe")]
+    small = [p for p in wanted if p not in large]
+    for group in (small, *([p] for p in large)):
+        if group:
+            yield from _build_group(group, jobs)
+
+
+def _build_group(group: Sequence[Planned], jobs: int) -> Iterator[Built]:
+    """Build modules side by side, a ninja each; yield them as they finish."""
+    fitting = min(jobs_that_fit(p.key.kernel, jobs, available_bytes()) for p in group)
+    workers = min(len(group), fitting)
+    with _max_jobs(max(1, fitting // workers)), ThreadPoolExecutor(workers) as pool:
+        yield from (
+            done.result() for done in as_completed([pool.submit(_build_one, p) for p in group])
+        )
+
+
+def _build_one(planned: Planned) -> Built:
+    begin = time.perf_counter()
+    try:
+        size = _build(planned.key.kernel)
+    except Exception as error:
+        return Built(planned.key, time.perf_counter() - begin, error=_shorten(error))
+    return Built(planned.key, time.perf_counter() - begin, size)
 
 
 def jobs_that_fit(name: str, jobs: int, memory: int) -> int:
@@ -70,7 +89,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     return max(0, min(found, default=8 * _GIB))
 
 
-def _build(name: str, jobs: int) -> int:
+def _build(name: str) -> int:
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         raise exc.LibraryError(
             f"FLASHINFER_DISABLE_JIT is set, so {name} cannot be built; unset it, or install flashinfer-jit-cache"
@@ -87,8 +106,7 @@ def _build(name: str, jobs: int) -> int:
                 f"there is no nvcc, so {name} cannot be built; set CUDA_HOME to a CUDA toolkit"
             )
         spec = upstream.make_spec(name)
-        with _max_jobs(jobs_that_fit(name, jobs, available_bytes())):
-            spec.build(need_lock=True)
+        spec.build(need_lock=True)
         built = upstream.library_path(name)
     if built is None:
         raise exc.LibraryError(
@@ -103,7 +121,7 @@ def _is_aot(name: str) -> bool:
 
 @contextlib.contextmanager
 def _max_jobs(number: int) -> Iterator[None]:
-    """Set MAX_JOBS, which the library reads when it starts ninja, for the time of one build."""
+    """Set MAX_JOBS, which the library reads when it starts ninja, while modules are built."""
     with _environment:
         before = os.environ.get("MAX_JOBS")
         os.environ["MAX_JOBS"] = str(number)
@@ -117,9 +135,8 @@ def _max_jobs(number: int) -> Iterator[None]:
 
 
 def _shorten(error: Exception) -> str:
-    """Return the compiler's own words: of ninja's output the lines that say what failed."""
-    lines = str(error).splitlines()
-    telling = [line for line in lines if "error" in line.lower() or line.startswith("FAILED")]
-    if len(lines) <= 12:
-        return f"{type(error).__name__}: {error}"
-    return f"{type(error).__name__}: " + "\n".join((telling or lines[-8:])[:8])[:2000]
+    """Return the compiler's own words: of ninja's output, long command lines, the lines that say what failed."""
+    lines = str(error).splitlines() or [""]
+    telling = [line for line in lines if line.startswith("FAILED") or _TELLING.search(line)]
+    chosen = lines[:1] + (telling or lines[1:])[:8]
+    return f"{type(error).__name__}: " + "\n".join(line[:300] for line in chosen)

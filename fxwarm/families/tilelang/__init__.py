@@ -1,5 +1,7 @@
 """TileLang: kernels written in Python, compiled for each set of static arguments at their first call.
 
+In the order of a warmup:
+
     match    -> which mHC (or declared) op is it, and what decides its kernels
     keys     -> every set of statics that the token counts can lead to
     missing  -> which of them the disk cache lacks, without elaborating anything
@@ -81,7 +83,9 @@ class TileLang:
         self._note(planned, target)
         return build(planned, target, jobs)
 
-    def load(self, planned: Sequence[Planned], target: Target, bind: object = None) -> Iterator[Loaded]:
+    def load(
+        self, planned: Sequence[Planned], target: Target, bind: object = None
+    ) -> Iterator[Loaded]:
         """Make each kernel resident on the current device, launched once with one token of zeros."""
         from fxwarm.families.tilelang.load import load
 

@@ -6,6 +6,7 @@ not the others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -24,7 +25,9 @@ LIMIT = 300.0
 """Seconds for one kernel with the start of its worker: 6.9 s was the slowest mHC kernel, 4 s the slowest start."""
 
 
-def build(planned: Sequence[Planned], target: Target, jobs: int, limit: float = LIMIT) -> Iterator[Built]:
+def build(
+    planned: Sequence[Planned], target: Target, jobs: int, limit: float = LIMIT
+) -> Iterator[Built]:
     """Compile each of ``planned`` for ``target``, at most ``jobs`` at a time; yield them as they finish.
 
     The target is given explicitly, so a machine without a GPU builds what a GPU loads. Closing the iterator stops it.
@@ -33,7 +36,9 @@ def build(planned: Sequence[Planned], target: Target, jobs: int, limit: float = 
     for one in planned:
         tasks.put(one)
     results: queue.SimpleQueue[Built] = queue.SimpleQueue()
-    workers = [_Worker(tasks, results, target, limit) for _ in range(max(1, min(jobs, len(planned))))]
+    workers = [
+        _Worker(tasks, results, target, limit) for _ in range(max(1, min(jobs, len(planned))))
+    ]
     try:
         for worker in workers:
             worker.start()
@@ -81,10 +86,11 @@ class _Worker(threading.Thread):
 
     def _ask(self, task: Task) -> Answer:
         if self.child is None:
-            self.errors = tempfile.TemporaryFile()
+            self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _end)
             self.child = _start(self.errors)
         child, late = self.child, threading.Event()
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
 
         def give_up() -> None:
             late.set()
@@ -112,17 +118,17 @@ class _Worker(threading.Thread):
         assert self.errors is not None
         self.errors.seek(0, os.SEEK_END)
         self.errors.seek(max(0, self.errors.tell() - 2000))
-        return f"the worker ended with {code}: {self.errors.read().decode(errors='replace').strip()}"
+        return (
+            f"the worker ended with {code}: {self.errors.read().decode(errors='replace').strip()}"
+        )
 
     def _end(self) -> None:
         child, self.child = self.child, None
         if child is not None:
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
-                    try:
+                    with contextlib.suppress(BrokenPipeError):
                         pipe.close()
-                    except BrokenPipeError:
-                        pass
             try:
                 child.wait(2.0)
             except subprocess.TimeoutExpired:

@@ -57,7 +57,9 @@ def _remembered(key: CompileKey, factory: Any, target: Target) -> tuple[Any, str
         prim_func = jit.from_json(entry.to_json())
         disk_key, _ = jit.disk_key(factory, prim_func, target)
     except Exception as error:  # TVM's own errors have no common base
-        log.info("fxwarm: what was remembered of %s cannot be read, it is made again: %s", key, error)
+        log.info(
+            "fxwarm: what was remembered of %s cannot be read, it is made again: %s", key, error
+        )
         return None, ""
     return (prim_func, disk_key) if disk_key == entry.disk_key else (None, "")
 
@@ -68,5 +70,8 @@ def _is_believed(key: CompileKey, factory: Any, target: Target, entry: index.Ent
         disk_key, _ = jit.disk_key(factory, jit.elaborate(factory, statics_of(key)), target)
         _believed[which] = disk_key == entry.disk_key
         if not _believed[which]:
-            log.warning("fxwarm: %s makes another kernel than before; its stored kernels are not used", which[0])
+            log.warning(
+                "fxwarm: %s makes another kernel than before; its stored kernels are not used",
+                which[0],
+            )
     return _believed[which]

@@ -77,6 +77,11 @@ def of(text: str, **sizes: Dim | int) -> Expr:
     """
     from passes import expr
 
-    values = {name: expr.parse(size.expr if isinstance(size, Dim) else str(size)) for name, size in sizes.items()}
+    values = {
+        name: expr.parse(size.expr if isinstance(size, Dim) else str(size))
+        for name, size in sizes.items()
+    }
     found = expr.parse(text)
-    return Expr(expr.to_text(found.xreplace({expr.symbol(name): value for name, value in values.items()})))
+    return Expr(
+        expr.to_text(found.xreplace({expr.symbol(name): value for name, value in values.items()}))
+    )

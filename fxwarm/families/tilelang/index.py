@@ -61,7 +61,11 @@ def root() -> Path:
     """Return the folder of this TileLang version in its cache, as the library lays it out from 0.1.14 on."""
     base = os.environ.get("TILELANG_CACHE_DIR") or os.path.expanduser("~/.tilelang/cache")
     public, _, local = metadata.version("tilelang").partition("+")
-    return Path(base) / (f"{public}_{local}" if local else public) / f"{sys.platform}-{platform.machine()}"
+    return (
+        Path(base)
+        / (f"{public}_{local}" if local else public)
+        / f"{sys.platform}-{platform.machine()}"
+    )
 
 
 def path_of(key: CompileKey, target: Target) -> Path:
@@ -94,7 +98,9 @@ def write(key: CompileKey, target: Target, disk_key: str, tir: str) -> None:
         os.chmod(temporary, 0o644)  # as the library's own files: a cache may be read by others
         os.replace(temporary, path)
     except OSError as error:
-        log.warning("fxwarm: the TileLang index cannot be written, the next start will be slower: %s", error)
+        log.warning(
+            "fxwarm: the TileLang index cannot be written, the next start will be slower: %s", error
+        )
 
 
 def folder_of(entry: Entry) -> Path:
@@ -146,7 +152,11 @@ def _source(module: str) -> str:
         if spec is None:
             return ""
         places = spec.submodule_search_locations
-        file = spec.origin if not rest or not places else os.path.join(next(iter(places)), *rest) + ".py"
+        file = (
+            spec.origin
+            if not rest or not places
+            else os.path.join(next(iter(places)), *rest) + ".py"
+        )
     try:
         return hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()
     except OSError:

@@ -86,16 +86,27 @@ def get(path: str) -> Any:
     try:
         factory = get_factory(path)
     except Exception as error:
-        raise exc.LibraryError(f"the TileLang factory {path} cannot be imported: {error}") from error
-    if not all(hasattr(factory, part) for part in ("get_tir", "signature", "_kernel_cache", "initialize_jit_mode")):
-        raise exc.LibraryError(f"{path} is no TileLang jit function that we know; name one that @tilelang.jit made")
+        raise exc.LibraryError(
+            f"the TileLang factory {path} cannot be imported: {error}"
+        ) from error
+    if not all(
+        hasattr(factory, part)
+        for part in ("get_tir", "signature", "_kernel_cache", "initialize_jit_mode")
+    ):
+        raise exc.LibraryError(
+            f"{path} is no TileLang jit function that we know; name one that @tilelang.jit made"
+        )
     watch()
     return factory
 
 
 def level_one(factory: Any, statics: Statics) -> Any | None:
     """Return the kernel that a call with ``statics`` finds at once, or None. Elaborates nothing."""
-    return factory._kernel_cache.get(_level_one_key(factory, statics)) if is_lazy(factory, statics) else None
+    return (
+        factory._kernel_cache.get(_level_one_key(factory, statics))
+        if is_lazy(factory, statics)
+        else None
+    )
 
 
 def put(factory: Any, statics: Statics, kernel: Any) -> None:
@@ -138,7 +149,9 @@ def disk_key(factory: Any, prim_func: Any, target: Target) -> tuple[str, Path]:
         )
         return str(key), Path(store._get_cache_path(key))
     except (AttributeError, TypeError) as error:
-        raise exc.LibraryError(f"TileLang {version()} names its kernels in a way we do not know: {error}") from error
+        raise exc.LibraryError(
+            f"TileLang {version()} names its kernels in a way we do not know: {error}"
+        ) from error
 
 
 def compile(factory: Any, prim_func: Any, target: Target) -> Any:
@@ -186,7 +199,7 @@ def parameters(kernel: Any) -> list[tuple[Any, list[int]]]:
         if isinstance(dim, tvm.tirx.Var):
             return 1
         if not isinstance(dim, (int, tvm.tirx.IntImm)):
-            tvm.tirx.stmt_functor.post_order_visit(dim, lambda node: note(node))
+            tvm.tirx.stmt_functor.post_order_visit(dim, note)
             dim = tvm.arith.Analyzer().simplify(tvm.tirx.stmt_functor.substitute(dim, ones))
         return int(dim)
 
@@ -204,7 +217,11 @@ def version() -> str:
 
     found = str(tilelang.__version__)
     if not found.startswith(CHECKED):
-        log.info("TileLang %s was not read by us (%s were); its private parts are tried", found, ", ".join(CHECKED))
+        log.info(
+            "TileLang %s was not read by us (%s were); its private parts are tried",
+            found,
+            ", ".join(CHECKED),
+        )
     return found
 
 

@@ -52,7 +52,9 @@ def uses(call: KernelCall, target: Target, library: Library) -> Iterator[Use | U
     if origin == "tile_kernels":
         yield from _own(call, target, tokens)
     elif origin != "vllm":
-        yield Unknown(f"the op {call.op} is not declared here; call fxwarm.families.tilelang.declare in this process")
+        yield Unknown(
+            f"the op {call.op} is not declared here; call fxwarm.families.tilelang.declare in this process"
+        )
     elif target.device == "cpu":
         yield Unknown("vLLM has no TileLang kernel for a CPU; plan for a GPU target")
     else:
@@ -79,25 +81,34 @@ def _own(call: KernelCall, target: Target, tokens: str) -> Iterator[Use]:
     yield Use(factories.BIG_FUSE_CPU if on_cpu else factories.BIG_FUSE, statics, tokens)
 
 
-def _vllm(call: KernelCall, target: Target, library: Library, tokens: str) -> Iterator[Use | Unknown]:
+def _vllm(
+    call: KernelCall, target: Target, library: Library, tokens: str
+) -> Iterator[Use | Unknown]:
     hidden, mult = call.attr("hidden"), call.attr("mult")
     if call.op == "hc_head":
         eps = {"rms_eps": _float(call, "rms_eps"), "hc_eps": _float(call, "hc_eps")}
-        yield Use(VLLM + "hc_head_fuse_tilelang", {"hidden_size": hidden, **eps, "hc_mult": mult}, tokens)
+        yield Use(
+            VLLM + "hc_head_fuse_tilelang", {"hidden_size": hidden, **eps, "hc_mult": mult}, tokens
+        )
         return
     post = Use(VLLM + "mhc_post_tilelang", {"hc": mult, "hidden": hidden}, tokens)
     if call.op == "mhc_post":
         yield post
         return
     if dict(library.settings).get("deep_gemm") == "absent":
-        yield Unknown("without DeepGEMM vLLM takes TileLang GEMMs whose kernels are not modelled; install deep_gemm")
+        yield Unknown(
+            "without DeepGEMM vLLM takes TileLang GEMMs whose kernels are not modelled; install deep_gemm"
+        )
         return
     name = "mhc_pre_big_fuse"
     name += "_broadcast" if call.attr("broadcast") and not call.attr("delayed") else ""
     name += "_with_norm_tilelang" if call.attr("norm") else "_tilelang"
     statics: dict[str, Any] = {
         "hidden_size": hidden,
-        **{n: _float(call, n) for n in ("rms_eps", "hc_pre_eps", "hc_sinkhorn_eps", "hc_post_mult_value")},
+        **{
+            n: _float(call, n)
+            for n in ("rms_eps", "hc_pre_eps", "hc_sinkhorn_eps", "hc_post_mult_value")
+        },
         "sinkhorn_repeat": call.attr("sinkhorn_repeat"),
         "hc_mult": mult,
     }
@@ -119,15 +130,21 @@ def _vllm(call: KernelCall, target: Target, library: Library, tokens: str) -> It
         yield Use(VLLM + name, {**statics, "n_splits": few}, tokens, upper=SMALL)
         fused = {"hc": mult, "hidden": hidden, "n_splits": few, "n_thr": 128}
         yield Use(VLLM + "mhc_fused_tilelang", {**fused, "tile_n": 2}, tokens, upper=15)
-        yield Use(VLLM + "mhc_fused_tilelang", {**fused, "tile_n": 6}, tokens, lower=16, upper=SMALL)
+        yield Use(
+            VLLM + "mhc_fused_tilelang", {**fused, "tile_n": 6}, tokens, lower=16, upper=SMALL
+        )
     elif call.op == "mhc_fused_post_pre":
-        yield Unknown(f"the small-batch kernels of {call.op} are known for sm_90a only; warm by hand up to {SMALL} tokens")
+        yield Unknown(
+            f"the small-batch kernels of {call.op} are known for sm_90a only; warm by hand up to {SMALL} tokens"
+        )
     if call.op == "mhc_fused_post_pre":
         yield dataclasses.replace(post, lower=first)
     yield Use(VLLM + name, {**statics, "n_splits": splits}, tokens, lower=first)
     if call.attr("norm") and call.attr("delayed"):
-        yield Unknown("vLLM holds these kernels itself (MHC_PRE_NORM_KERNEL): they are built, but its first call of each "
-                      "reads it from disk; run vLLM's own warm-up too")
+        yield Unknown(
+            "vLLM holds these kernels itself (MHC_PRE_NORM_KERNEL): they are built, but its first call of each "
+            "reads it from disk; run vLLM's own warm-up too"
+        )
 
 
 def _few_splits(hidden: int) -> int:
@@ -139,7 +156,9 @@ def _few_splits(hidden: int) -> int:
 
 
 def _splits(call: KernelCall, target: Target, tokens: str) -> Expr:
-    return Expr(expression(tokens, int(str(call.attr("k"))), target.num_sms, str(call.attr("rule"))))
+    return Expr(
+        expression(tokens, int(str(call.attr("k"))), target.num_sms, str(call.attr("rule")))
+    )
 
 
 def _float(call: KernelCall, name: str) -> float:

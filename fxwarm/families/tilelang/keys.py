@@ -36,7 +36,9 @@ def keys(calls: Sequence[KernelCall], target: Target, library: Library) -> Itera
         yield planned
 
 
-def _enumerate(call: KernelCall, use: Use) -> Iterator[tuple[int, dict[str, Static], KernelCall | None]]:
+def _enumerate(
+    call: KernelCall, use: Use
+) -> Iterator[tuple[int, dict[str, Static], KernelCall | None]]:
     """Yield the distinct statics of ``use`` with the fewest tokens that lead to them."""
     from passes import bound
 
@@ -73,7 +75,9 @@ def _from_bounds(
     tokens, one = expr.parse(use.tokens), expr.symbol("tokens")
     texts = {name: expr.parse(text).xreplace({tokens: one}) for name, text in open_.items()}
     if any(text.free_symbols - {one} for text in texts.values()):
-        raise ValueError(f"{', '.join(open_.values())} cannot be enumerated; give its sizes smaller upper bounds")
+        raise ValueError(
+            f"{', '.join(open_.values())} cannot be enumerated; give its sizes smaller upper bounds"
+        )
     dim = bound.bound_dim(use.tokens, call.symbols, call.guards)
     upper = min(n for n in (dim.upper, use.upper) if n is not None)
     lower = max(dim.lower, use.lower)
@@ -81,7 +85,9 @@ def _from_bounds(
     points = np.concatenate([np.array([lower] if lower <= upper else [], np.int64), edges])
     columns = [expr.evaluate(text, {"tokens": points}) for text in texts.values()]
     rows = np.stack([points, *columns], axis=1)
-    distinct, first = np.unique(rows[:, 1:], axis=0, return_index=True) if open_ else (rows[:1, 1:], [0])
+    distinct, first = (
+        np.unique(rows[:, 1:], axis=0, return_index=True) if open_ else (rows[:1, 1:], [0])
+    )
     for statics, at in zip(distinct.tolist(), first, strict=True):
         yield int(points[at]), {**fixed, **dict(zip(open_, statics, strict=True))}, None
 

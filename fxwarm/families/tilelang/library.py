@@ -38,7 +38,9 @@ def get_library(wanted: Mapping[str, str]) -> Library:
     version = wanted.get(DISTRIBUTION) or installed or NEWEST
     here = version == installed
     settings = {"tile-kernels": wanted.get(KERNELS) or _version(KERNELS) or "absent"}
-    settings["deep_gemm"] = "present" if importlib.util.find_spec("deep_gemm") or not here else "absent"
+    settings["deep_gemm"] = (
+        "present" if importlib.util.find_spec("deep_gemm") or not here else "absent"
+    )
     if _version("vllm"):
         settings["vllm"] = _version("vllm")
     return Library(
@@ -55,7 +57,9 @@ def get_library(wanted: Mapping[str, str]) -> Library:
 @functools.cache
 def compilers() -> tuple[str, ...]:
     """Return what nvcc and the host compiler say of themselves. TileLang's own key holds neither."""
-    return tuple(_say(path) for path in (find_nvcc(), shutil.which(os.environ.get("CXX", "g++"))) if path)
+    return tuple(
+        _say(path) for path in (find_nvcc(), shutil.which(os.environ.get("CXX", "g++"))) if path
+    )
 
 
 def find_nvcc() -> str | None:
@@ -80,6 +84,8 @@ def _version(distribution: str) -> str:
 
 def _say(path: str) -> str:
     try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+        return subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise exc.LibraryError(f"{path} --version does not answer: {error}") from error

@@ -29,9 +29,16 @@ def match(op: Any) -> Iterable[KernelCall | Gap]:
     open_statics = [name for name, value in layer.statics.items() if value is None]
     if open_statics:
         names = ", ".join(open_statics)
-        return (_gap(op, f"{names} is a symbol in this graph and part of the kernel; make it a Python constant"),)
+        return (
+            _gap(
+                op,
+                f"{names} is a symbol in this graph and part of the kernel; make it a Python constant",
+            ),
+        )
     if layer.mult is None or layer.hidden is None:
-        return (_gap(op, "the weight fn has a dynamic shape; mark it static, or make it a parameter"),)
+        return (
+            _gap(op, "the weight fn has a dynamic shape; mark it static, or make it a parameter"),
+        )
     attrs: dict[str, Any] = {
         "origin": layer.origin,
         "tokens": layer.tokens,

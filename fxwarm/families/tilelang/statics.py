@@ -38,5 +38,7 @@ def statics_of(key: CompileKey) -> dict[str, Static]:
 
 def _text(name: str, value: Static) -> str:
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise TypeError(f"the static {name} is a {type(value).__name__}; give bool, int, float, str or None")
+        raise TypeError(
+            f"the static {name} is a {type(value).__name__}; give bool, int, float, str or None"
+        )
     return repr(value)

@@ -55,5 +55,8 @@ def files(planned: Sequence[Planned], targets: Mapping[CompileKey, Target]) -> l
         if target is None or entry is None:
             continue
         folder = index.folder_of(entry)
-        found += [index.path_of(one.key, target), *sorted(p for p in folder.glob("*") if p.is_file())]
+        found += [
+            index.path_of(one.key, target),
+            *sorted(p for p in folder.glob("*") if p.is_file()),
+        ]
     return found

@@ -42,7 +42,9 @@ def serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
             answer = Answer(time.perf_counter() - start, size)
         except Exception as error:
             words = str(error).strip() or type(error).__name__
-            answer = Answer(time.perf_counter() - start, error=f"{type(error).__name__}: {words[-4000:]}")
+            answer = Answer(
+                time.perf_counter() - start, error=f"{type(error).__name__}: {words[-4000:]}"
+            )
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
 

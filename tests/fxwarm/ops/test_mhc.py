@@ -22,7 +22,9 @@ TABLE_7168 = {
 """Split count -> first token count, hidden 7168 on 132 SMs: sgl-project/sglang#25810, and seen on an H200."""
 
 
-def layer(tokens: int, hidden: int, dtype: torch.dtype = BF16, mult: int = 4) -> tuple[torch.Tensor, ...]:
+def layer(
+    tokens: int, hidden: int, dtype: torch.dtype = BF16, mult: int = 4
+) -> tuple[torch.Tensor, ...]:
     """Return residual, fn, hc_scale, hc_base of one layer."""
     rng = torch.Generator().manual_seed(tokens + hidden)
     rows = mult * (2 + mult)
@@ -33,7 +35,12 @@ def layer(tokens: int, hidden: int, dtype: torch.dtype = BF16, mult: int = 4) ->
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "dtype", "mult"),
-    [(1, 256, BF16, 4), (65, 256, torch.float32, 4), (2113, 256, BF16, 4), (7, 96, torch.float32, 2)],
+    [
+        (1, 256, BF16, 4),
+        (65, 256, torch.float32, 4),
+        (2113, 256, BF16, 4),
+        (7, 96, torch.float32, 2),
+    ],
 )
 def test_pre_agrees_with_float64(tokens, hidden, dtype, mult):
     inputs = layer(tokens, hidden, dtype, mult)
@@ -41,7 +48,9 @@ def test_pre_agrees_with_float64(tokens, hidden, dtype, mult):
     wanted = mhc_pre_reference(*inputs, *ARGS)
     for name, one, other in zip(("post", "comb", "layer_input"), got, wanted):
         assert one.shape == other.shape, name
-        tol = 0.004 if one.dtype == BF16 else 2e-6  # half a unit of bfloat16's 8 bits, else float32 sums
+        tol = (
+            0.004 if one.dtype == BF16 else 2e-6
+        )  # half a unit of bfloat16's 8 bits, else float32 sums
         assert (one.double() - other).abs().max() <= tol * max(1.0, other.abs().max().item()), name
     assert got[2].dtype == dtype
 
@@ -80,7 +89,11 @@ def test_no_token_needs_no_kernel(monkeypatch):
     monkeypatch.setattr(mhc_factories, "get_factory", None)
     post, comb, layer_input = mhc.mhc_pre(*layer(0, 256), *ARGS)
     assert (post.shape, comb.shape, layer_input.shape) == ((0, 4), (0, 4, 4), (0, 256))
-    assert mhc.mhc_post(layer_input, torch.empty(0, 4, 256, dtype=BF16), post, comb).shape == (0, 4, 256)
+    assert mhc.mhc_post(layer_input, torch.empty(0, 4, 256, dtype=BF16), post, comb).shape == (
+        0,
+        4,
+        256,
+    )
 
 
 def test_without_tilelang_the_reference_runs_and_says_so_once(monkeypatch, caplog):
@@ -89,7 +102,8 @@ def test_without_tilelang_the_reference_runs_and_says_so_once(monkeypatch, caplo
     inputs = layer(3, 256)
     try:
         with caplog.at_level("INFO", logger="fxwarm.ops.mhc"):
-            got = [mhc.mhc_pre(*inputs, *ARGS) for _ in range(2)][0]
+            mhc.mhc_pre(*inputs, *ARGS)
+            got = mhc.mhc_pre(*inputs, *ARGS)
             out = mhc.mhc_post(got[2], inputs[0], got[0], got[1])
     finally:
         mhc.has_cpu_kernels.cache_clear()
@@ -106,7 +120,9 @@ def test_the_inputs_are_left_alone_and_may_be_strided():
     got = mhc.mhc_pre(wide[..., ::2], fn.T.contiguous().T, scale, base, *ARGS)
     assert torch.equal(wide, before)
     for one, other in zip(got, mhc.mhc_pre(residual, fn, scale, base, *ARGS)):
-        assert torch.allclose(one.float(), other.float(), atol=1e-5)  # the GEMM may sum in another order
+        assert torch.allclose(
+            one.float(), other.float(), atol=1e-5
+        )  # the GEMM may sum in another order
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,7 @@ def test_a_layer_is_one_node_and_hidden_is_the_weights(fresh):
     (gm,) = seen
     nodes = [n for n in gm.graph.nodes if "mhc_pre" in str(n.target)]
     assert len(nodes) == 1
-    post, comb, layer_input = nodes[0].meta["example_value"]
+    _, comb, layer_input = nodes[0].meta["example_value"]
     assert layer_input.shape[1] == 256
     assert isinstance(layer_input.shape[1], int)
     assert comb.shape[1:] == (4, 4)
@@ -172,7 +188,14 @@ def test_the_splits_of_hidden_7168_are_the_22_that_were_reported():
 
 @pytest.mark.parametrize(
     ("hidden", "sms", "count"),
-    [(7168, 132, 22), (5120, 132, 22), (4096, 132, 21), (2048, 132, 19), (4096, 78, 16), (7168, 148, 23)],
+    [
+        (7168, 132, 22),
+        (5120, 132, 22),
+        (4096, 132, 21),
+        (2048, 132, 19),
+        (4096, 78, 16),
+        (7168, 148, 23),
+    ],
 )
 def test_the_number_of_splits_follows_hidden_and_sms(hidden, sms, count):
     found = {num_splits(t, 4 * hidden, sms) for t in range(1, 8193)}
@@ -208,7 +231,9 @@ def test_zero_tokens_have_no_splits():
 def test_a_cpu_counts_the_sms_that_its_target_says(monkeypatch):
     asked = []
     real = mhc_factories.pre_statics
-    monkeypatch.setattr(mhc_factories, "pre_statics", lambda h, m, n, *rest: asked.append(n) or real(h, m, n, *rest))
+    monkeypatch.setattr(
+        mhc_factories, "pre_statics", lambda h, m, n, *rest: asked.append(n) or real(h, m, n, *rest)
+    )
     for sms in (132, 78):
         monkeypatch.setattr(devices, "CPU_SMS", sms)
         mhc.mhc_pre(*layer(2113, 256), *ARGS)

@@ -15,7 +15,9 @@ import torch  # noqa: F401  (before a stub of it can be found in its place)
 from fxwarm.families.deep_gemm import library, recorder
 from tests.fxwarm.families.deep_gemm.samples import write_package
 
-VERSION_TEXT = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {0}, V{0}.88\n"
+VERSION_TEXT = (
+    "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {0}, V{0}.88\n"
+)
 NVCC = """\
 #!/bin/sh
 if [ "$1" = --version ]; then exec cat {home}/version.txt; fi
@@ -80,8 +82,8 @@ def runs_of(home: Path) -> int:
 def fake(tmp_path, monkeypatch):
     """Return what installs the fake DeepGEMM of a generation, with a private cache."""
 
-    def install(generation: str = "A", body: str = "", *, torch: bool = False) -> Path:
-        package = write_package(tmp_path / "site", generation, body, torch=torch)
+    def install(generation: str = "A", body: str = "", *, real_torch: bool = False) -> Path:
+        package = write_package(tmp_path / "site", generation, body, real_torch=real_torch)
         monkeypatch.syspath_prepend(str(tmp_path / "site"))
         importlib.invalidate_caches()
         monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))

@@ -16,11 +16,15 @@ def dim(expr: str | int, lower: int, upper: int) -> Dim:
     return Dim.static(int(expr)) if str(expr).isdigit() else Dim(str(expr), lower, upper)
 
 
-def spec(dtype: str, *dims: str | int, strides: tuple[str, ...] = (), upper: int = 8192) -> TensorSpec:
+def spec(
+    dtype: str, *dims: str | int, strides: tuple[str, ...] = (), upper: int = 8192
+) -> TensorSpec:
     return TensorSpec(dtype, tuple(dim(d, 1, upper) for d in dims), strides)
 
 
-def dense(n: int, k: int, m: str | int = "s0", upper: int = 8192, sf: tuple[str, ...] = (), **attrs):
+def dense(
+    n: int, k: int, m: str | int = "s0", upper: int = 8192, sf: tuple[str, ...] = (), **attrs
+):
     tensors = (
         ("a", spec(FP8, m, k)),
         ("a_sf", spec(F32, m, -(-k // 128), strides=sf)),
@@ -79,13 +83,15 @@ def sgl(version: str = "0.1.5.post1", **settings: str) -> Library:
     return Library("sgl-deep-gemm", version, settings=pairs)
 
 
-def write_package(site: Path, generation: str = "A", body: str = "", *, torch: bool = False) -> Path:
+def write_package(
+    site: Path, generation: str = "A", body: str = "", *, real_torch: bool = False
+) -> Path:
     """Write a ``deep_gemm`` into ``site``: real rules, real cache layout, a launch that is only counted.
 
-    Unless ``torch`` is set, a stub of torch stands beside it, for children of this process.
+    Unless ``real_torch`` is set, a stub of torch stands beside it, for children of this process.
     """
     site.mkdir(exist_ok=True)
-    if not torch:
+    if not real_torch:
         site.joinpath("torch.py").write_text(STUB)
     package = site / "deep_gemm"
     (package / "include" / "deep_gemm" / "impls").mkdir(parents=True)
@@ -103,7 +109,9 @@ def write_package(site: Path, generation: str = "A", body: str = "", *, torch: b
     return package
 
 
-def name_of(tag: str, code: str, flags: tuple[str, ...], generation: str, package: Path, text: str) -> str:
+def name_of(
+    tag: str, code: str, flags: tuple[str, ...], generation: str, package: Path, text: str
+) -> str:
     """The name of an entry, by fxwarm's own digests."""
     if generation == "A":
         return digest.name_a(tag, code, flags, (13, 0))

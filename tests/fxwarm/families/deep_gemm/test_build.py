@@ -77,7 +77,10 @@ def test_a_failure_has_the_compilers_words_and_leaves_nothing(toolkit, tmp_path)
 def test_a_compile_that_takes_for_ever_is_ended_by_name(toolkit, tmp_path):
     toolkit()
     start = time.monotonic()
-    built = {b.key: b.error for b in make([planned(1, "takes for ever"), planned(2)], tmp_path, timeout=1)}
+    built = {
+        b.key: b.error
+        for b in make([planned(1, "takes for ever"), planned(2)], tmp_path, timeout=1)
+    }
     assert time.monotonic() - start < 10
     assert "took more than 1 s" in built[planned(1).key]
     assert not built[planned(2).key]
@@ -125,7 +128,9 @@ def test_eight_processes_build_each_kernel_once(toolkit, tmp_path):  # D1
     home = toolkit(seconds=0.2)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [context.Process(target=_build_all, args=(str(tmp_path), results)) for _ in range(8)]
+    processes = [
+        context.Process(target=_build_all, args=(str(tmp_path), results)) for _ in range(8)
+    ]
     for process in processes:
         process.start()
     errors = [error for _ in processes for error in results.get(timeout=60)]

@@ -57,8 +57,8 @@ def test_the_key_is_read_from_the_source():
     code = "auto p = reinterpret_cast<void*>(&sched::f<\n  a::B<1, 2>,\n  false, (3, 4)\n>);"
     assert source.key_in(code, "t").template == ("a::B<1, 2>", "false", "(3, 4)")
     assert source.key_in("reinterpret_cast<void*>(&plain)", "t").template == ()
-    for broken in ("", "reinterpret_cast<void*>(&f<1, 2"):
-        with pytest.raises(ValueError):
+    for broken, words in (("", "no kernel"), ("reinterpret_cast<void*>(&f<1, 2", "do not end")):
+        with pytest.raises(ValueError, match=words):
             source.key_in(broken, "t")
     assert source.tag_of(NAME) == "transpose_fp32"
     assert source.tag_of("a.b." + "0" * 32) == "a.b"
@@ -174,7 +174,9 @@ def test_a_read_only_cache_is_used_and_new_kernels_go_elsewhere(tmp_path, monkey
         pytest.param("12.8", "sm_90a", "B", "wants 12.9", id="old for B"),
     ],
 )
-def test_a_compiler_that_is_too_old_is_refused_before_it_runs(toolkit, version, arch, generation, words):
+def test_a_compiler_that_is_too_old_is_refused_before_it_runs(
+    toolkit, version, arch, generation, words
+):
     home = toolkit(version)
     compiler = toolchain.find_compiler(generation)
     if words:
@@ -185,7 +187,9 @@ def test_a_compiler_that_is_too_old_is_refused_before_it_runs(toolkit, version, 
     assert runs_of(home) == 0
 
 
-def test_no_compiler_is_one_message_and_cached_kernels_still_count(tmp_path, fake, monkeypatch):  # E1
+def test_no_compiler_is_one_message_and_cached_kernels_still_count(
+    tmp_path, fake, monkeypatch
+):  # E1
     fake()
     for name in ("CUDA_HOME", "CUDA_PATH", "DG_JIT_NVCC_COMPILER"):
         monkeypatch.delenv(name, raising=False)
@@ -225,7 +229,11 @@ def test_a_build_is_known_by_distribution_headers_and_compiler(fake, toolkit, tm
     toolkit()
     package = fake()
     first = library.find_library({})
-    assert (first.distribution, first.version, first.installed) == ("sgl-deep-gemm", "0.1.5.post1", True)
+    assert (first.distribution, first.version, first.installed) == (
+        "sgl-deep-gemm",
+        "0.1.5.post1",
+        True,
+    )
     assert "deep_gemm" not in sys.modules
     header = package / "include" / "deep_gemm" / "common.cuh"
     os.utime(header, (1, 1))
@@ -250,9 +258,15 @@ def headers(tmp_path_factory) -> Path:
     """The include folder of a real wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-    command += ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64"]
+    command += [
+        "--only-binary=:all:",
+        "--platform=manylinux_2_28_x86_64",
+        "--platform=manylinux2014_x86_64",
+    ]
     command += ["--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_35_x86_64"]
-    done = subprocess.run([*command, WHEEL], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*command, WHEEL], capture_output=True, text=True, timeout=120, check=False
+    )
     wheels = list(folder.glob("*.whl"))
     if not wheels:
         pytest.skip(f"{WHEEL} could not be downloaded: {done.stderr.strip()[-200:]}")
@@ -265,9 +279,11 @@ def test_a_real_source_compiles_into_its_own_name(headers, real_nvcc, tmp_path):
     from fxwarm.families.deep_gemm.build import build
     from fxwarm.records import Source
 
-    compiler = toolchain.find_compiler("A", {"CUDA_HOME": str(real_nvcc.parent.parent)}) if (
-        real_nvcc.parent.parent / "bin" / "nvcc"
-    ).exists() else toolchain.find_compiler("A")
+    compiler = (
+        toolchain.find_compiler("A", {"CUDA_HOME": str(real_nvcc.parent.parent)})
+        if (real_nvcc.parent.parent / "bin" / "nvcc").exists()
+        else toolchain.find_compiler("A")
+    )
     code = f"// Includes' hash value: {digest.includes_hash(TRANSPOSE, headers)}\n{TRANSPOSE}"
     flags = tuple(FLAGS_A.format(include=headers).split())
     name = digest.name_a("transpose_fp32", code, flags, compiler.version)

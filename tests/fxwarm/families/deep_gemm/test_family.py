@@ -66,9 +66,7 @@ def test_dense_kernels_of_public_reports(n, k, upper, kernels):
 
 def test_sampling_every_128th_row_missed_eight_kernels():  # A16
     full = gemms(plan(dense(2112, 7168, upper=2048)))
-    sampled = {
-        p.key for m in range(128, 2048, 128) for p in gemms(plan(dense(2112, 7168, m=m)))
-    }
+    sampled = {p.key for m in range(128, 2048, 128) for p in gemms(plan(dense(2112, 7168, m=m)))}
     assert len({p.key for p in full} - sampled) == 8
     for m in (540, 2048):
         (one,) = gemms(plan(dense(2112, 7168, m=m)))

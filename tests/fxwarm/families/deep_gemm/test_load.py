@@ -130,7 +130,10 @@ def test_nothing_beyond_the_budget_is_allocated_and_what_is_left_out_is_listed()
     assert all("built, not launched" in x.error and "at full size" in x.error for x in loaded)
     assert counting.sizes == []
 
-    weights = {"b": torch.empty(160, 6144, 640, dtype=torch.float8_e4m3fn), "b_sf": torch.ones(160, 48, 5)}
+    weights = {
+        "b": torch.empty(160, 6144, 640, dtype=torch.float8_e4m3fn),
+        "b_sf": torch.ones(160, 48, 5),
+    }
     loaded = list(load(planned, counting, lambda call: weights, memory=budget, device="cpu"))
     launched = [x for x in loaded if not x.error]
     assert launched
@@ -161,10 +164,10 @@ def test_every_kernel_is_launched_once_and_never_at_zero_rows():
 
 def test_load_leaves_no_entry_unplanned_and_verify_shows_one(fake, toolkit, monkeypatch, tmp_path):
     toolkit()
-    fake(torch=True)
+    fake(real_torch=True)
     family = DeepGemm(memory=1 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    planned = [p for p in family.keys([dense(256, 256, upper=100)], H200, library.find_library({}))]
+    planned = list(family.keys([dense(256, 256, upper=100)], H200, library.find_library({})))
     assert len(family.missing(planned, H200)) == len(planned)
     loaded = list(family.load(planned, H200, nothing))
     assert not [x.error for x in loaded if x.error]
@@ -187,7 +190,7 @@ def test_loading_twice_builds_nothing(fake, toolkit, monkeypatch):
     from tests.fxwarm.families.deep_gemm.conftest import runs_of
 
     home = toolkit()
-    fake(torch=True)
+    fake(real_torch=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     family = DeepGemm(memory=1 << 30)
     planned = list(family.keys([dense(256, 256, upper=40)], H200, library.find_library({})))

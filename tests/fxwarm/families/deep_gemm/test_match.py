@@ -8,6 +8,7 @@ from torch.library import Library as Registry
 
 from fxwarm import exc
 from fxwarm.families.deep_gemm.match import match
+from fxwarm.families.deep_gemm.shapes import unify
 from passes.calls import SymTensor
 from passes.flatten import OpCall
 from passes.records import Gap
@@ -116,7 +117,9 @@ def test_ops_of_others_are_left_alone():
     assert match(OpCall("aten", "mm", {"self": x, "mat2": x})) == ()
 
 
-@pytest.mark.parametrize("name", ["fp8_fp4_mega_moe", "fp8_fp4_paged_mqa_logits", "deepgemm_mxfp8_bmm"])
+@pytest.mark.parametrize(
+    "name", ["fp8_fp4_mega_moe", "fp8_fp4_paged_mqa_logits", "deepgemm_mxfp8_bmm"]
+)
 def test_entry_points_that_are_not_covered_are_gaps(name):
     gap = one("deep_gemm", name, x=A)
     assert isinstance(gap, Gap)
@@ -157,7 +160,7 @@ def test_a_traced_graph_gives_m_as_a_range():
     tensors = [torch.zeros(n, 256 // k) for n, k in ((48, 1), (48, 128), (128, 1), (1, 128))]
     a, a_sf, b, b_sf = tensors
     arguments = (a.to(torch.float8_e4m3fn), a_sf, b.to(torch.float8_e4m3fn), b_sf)
-    for tensor in arguments[:2]:
+    for tensor in arguments[:2]:  # two inputs: torch gives them two sizes
         torch._dynamo.mark_dynamic(tensor, 0, min=1, max=1000)
     registry.impl("fp8_fp4_gemm_nt", lambda *a, **k: None, "CPU")
     torch._dynamo.reset()
@@ -168,4 +171,33 @@ def test_a_traced_graph_gives_m_as_a_range():
     m = call["a"].dims[0]
     assert not m.is_static
     assert (m.lower, m.upper) == (1, 1000)
+    assert call["a_sf"].dims[0] == m
+    assert len(call.symbols) == 1
     registry._destroy()
+
+
+def test_values_and_scales_that_are_two_inputs_have_one_size():
+    import sympy
+
+    s0, s1, s2, s3 = sympy.symbols("s0 s1 s2 s3", integer=True, positive=True)
+    tensors = {
+        "a": SymTensor(FP8, (s0, s2)),
+        "a_sf": SymTensor(F32, (s1, s3), (1, s1)),
+        "b": B,
+        "b_sf": B_SF,
+        "d": SymTensor(BF16, (s0, N)),
+    }
+    same = unify("fp8_gemm_nt", tensors, {})
+    assert same["a"].shape == (s0, K)  # K is the weight's
+    assert same["a_sf"].shape == (s0, K // 128)
+    assert same["a_sf"].strides == (1, s0)
+    split = unify(
+        "tf32_hc_prenorm_gemm",
+        {
+            "a": SymTensor(BF16, (s0, K)), "b": SymTensor(F32, (24, K)),
+            "d": SymTensor(F32, (s1, s2, 24)), "sqr_sum": SymTensor(F32, (s1, s3)),
+        },
+        {"num_splits": 4},
+    )  # fmt: skip
+    assert split["d"].shape == (4, s0, 24)
+    assert split["sqr_sum"].shape == (4, s0)

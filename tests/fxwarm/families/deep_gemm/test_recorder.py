@@ -32,10 +32,10 @@ def asked(fake, toolkit):
     """Return what records calls with a fresh recorder, and ends it."""
     made: list[Recorder] = []
 
-    def ask(*calls, generation="A", body="", memory=1 << 30, torch=False, **patience):
+    def ask(*calls, generation="A", body="", memory=1 << 30, real_torch=False, **patience):
         if not made:
             toolkit()
-            fake(generation, body, torch=torch)
+            fake(generation, body, real_torch=real_torch)
             made.append(Recorder(CPU_H200, find_library({}), **patience))
         return list(made[0].record(calls, memory=memory))
 
@@ -47,7 +47,7 @@ def asked(fake, toolkit):
 
 @pytest.mark.parametrize("generation", ["A", "B"])
 def test_recorded_keys_are_the_modelled_ones(asked, generation, tmp_path):
-    recorded = asked(*CALLS, generation=generation, torch=generation == "A")
+    recorded = asked(*CALLS, generation=generation, real_torch=generation == "A")
     assert not [r for r in recorded if isinstance(r, Gap)]
     found = find_library({})
     modelled = list(DeepGemm().keys(CALLS, Target.named("h200"), found))
@@ -156,14 +156,26 @@ def test_no_child_outlives_its_recorder(asked):
     asked.made[0].close()
 
 
-def test_without_a_compiler_the_reason_is_one_sentence(asked, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    r = asked.made
+def test_without_a_compiler_the_reason_is_one_sentence(asked, monkeypatch):
+    monkeypatch.setattr("tests.fxwarm.families.deep_gemm.conftest.NVCC", "#!/bin/sh\nexit 1\n")
     with pytest.raises(exc.LibraryError, match="set CUDA_HOME") as error:
-        monkeypatch.setattr("tests.fxwarm.families.deep_gemm.conftest.NVCC", "#!/bin/sh\nexit 1\n")
         asked(CALLS[0])
-    assert r
-    assert "nvcc" in str(error.value)
+    assert "nvcc --version gave exit code 1" in str(error.value)
+
+
+def test_where_no_fork_can_open_the_device_one_child_serves_one_request(asked):
+    body = """
+    import torch
+    _zeros, _parent = torch.zeros, os.getpid()
+    def zeros(*args, **options):
+        if os.getpid() != _parent:
+            raise RuntimeError("initialization error")
+        return _zeros(*args, **options)
+    torch.zeros = zeros
+    """
+    first = asked(CALLS[0], body=body)
+    assert asked.made[0]._process is None
+    assert {p.key for p in asked(CALLS[0])} == {p.key for p in first}
 
 
 def test_nvrtc_has_no_compiler_to_stand_in_for(fake, toolkit, monkeypatch, caplog):

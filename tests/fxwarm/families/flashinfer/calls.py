@@ -61,7 +61,9 @@ def bmm(upper: int = 64, *, n: int = 4096, k: int = 512, batch: int = 1, **attrs
         "B_scale": spec("float32", 1),
     }
     named = {"dtype": "bfloat16", **attrs}
-    return KernelCall("flashinfer", "bmm_fp8", tuple(tensors.items()), tuple(named.items()), (symbol,))
+    return KernelCall(
+        "flashinfer", "bmm_fp8", tuple(tensors.items()), tuple(named.items()), (symbol,)
+    )
 
 
 def mono(upper: int = 8, *, experts: int = 256, hidden: int = 2048, inter: int = 512) -> KernelCall:
@@ -87,5 +89,9 @@ def trtllm(upper: int = 4096) -> KernelCall:
     }
     attrs = {"num_experts": 256, "top_k": 8, "tune_max_num_tokens": 8192}
     return KernelCall(
-        "flashinfer", "trtllm_fp8_block_scale_moe", tuple(tensors.items()), tuple(attrs.items()), (symbol,)
+        "flashinfer",
+        "trtllm_fp8_block_scale_moe",
+        tuple(tensors.items()),
+        tuple(attrs.items()),
+        (symbol,),
     )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 HERE = importlib.util.find_spec("flashinfer") is not None
-REASON = "flashinfer-python is not installed; see the class of tests that needs the library itself"
+REASON = "flashinfer-python is not installed: the tests against its own functions need it"
 
 
 class FakeRunner:
@@ -87,5 +87,7 @@ def library(tmp_path, monkeypatch):
         measured.clear()
         tuning._largest = 1
 
-    yield SimpleNamespace(core=core, runner=runner, measured=measured, restart=restart, folder=Path(tmp_path))
+    yield SimpleNamespace(
+        core=core, runner=runner, measured=measured, restart=restart, folder=Path(tmp_path)
+    )
     core.get_cutlass_fused_moe_module.cache_clear()

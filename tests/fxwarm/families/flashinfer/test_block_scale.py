@@ -16,7 +16,9 @@ def test_the_kernels_of_qwen3_begin_where_the_facts_say():
 
 
 def test_names_are_the_folders_of_the_librarys_cache():
-    assert kernel_at(QWEN, 1).name == "gemm_swapAB_1536_2048_128_16_128_128_8128_8_1_GroupedWithOffset"
+    assert (
+        kernel_at(QWEN, 1).name == "gemm_swapAB_1536_2048_128_16_128_128_8128_8_1_GroupedWithOffset"
+    )
     assert kernel_at(QWEN, 100).name == "gemm_1536_2048_128_128_128_128_5128_5_1_GroupedWithOffset"
     assert kernel_at(BlockGemm(2112, 7168, 1, grouped=False), 8).name.endswith("_1_Normal")
 
@@ -54,7 +56,9 @@ def test_an_h20_swaps_up_to_64_tokens():
 def test_no_token_count_needs_a_kernel_that_was_not_named(n, groups, sms, step):
     gemm = BlockGemm(n, 2048, groups, groups > 1, sms)
     tokens = range(step, 2200, step)
-    assert {kernel_at(gemm, t) for t in tokens} == {k for _, k in first_of_each_kernel(gemm, tokens)}
+    assert {kernel_at(gemm, t) for t in tokens} == {
+        k for _, k in first_of_each_kernel(gemm, tokens)
+    }
 
 
 def test_zero_rows_need_no_kernel():

@@ -52,26 +52,36 @@ def test_the_library_lists_and_maps_as_we_do(library):
             assert map_to_hybrid_bucket(tokens, limit) == bucket_of(tokens)
 
 
-@pytest.mark.parametrize(("limit", "lost"), [(100, range(65, 100)), (48, range(33, 48)), (200, range(129, 200))])
+@pytest.mark.parametrize(
+    ("limit", "lost"), [(100, range(65, 100)), (48, range(33, 48)), (200, range(129, 200))]
+)
 def test_the_librarys_own_limit_off_the_grid_loses_tokens(library, limit, lost):
     """The trap itself: still there up to 0.7.4. Rounded up, the same token counts hit."""
     from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets, map_to_hybrid_bucket
 
     def misses(t):
-        return [n for n in range(1, t + 1) if map_to_hybrid_bucket(n, t) not in get_hybrid_num_tokens_buckets(t)]
+        return [
+            n
+            for n in range(1, t + 1)
+            if map_to_hybrid_bucket(n, t) not in get_hybrid_num_tokens_buckets(t)
+        ]
 
     assert misses(limit) == list(lost)
     assert misses(bucket_of(limit)) == []
 
 
-@pytest.mark.parametrize("case", [c for c in cases("bounds") if c.values[0].get("id", "A30") == "A30"])
+@pytest.mark.parametrize(
+    "case", [c for c in cases("bounds") if c.values[0].get("id", "A30") == "A30"]
+)
 def test_the_limit_counts_what_all_data_parallel_ranks_send(case):
     given = case["input"]
     call = moe(
         given["T_max"], experts=given["G"], hidden=given["hidden"], inter=given["inter"], top_k=given["topk"],
         factor=given["DP"], tune_max_num_tokens=given["default_tune_max"],
     )  # fmt: skip
-    planned = [p for p in keys([call], Target.named("h200"), find_library({})) if isinstance(p, Planned)]
+    planned = [
+        p for p in keys([call], Target.named("h200"), find_library({})) if isinstance(p, Planned)
+    ]
     assert limit_of(planned) == 32768
     assert len(buckets_up_to(limit_of(planned))) == 23
     assert all(bucket_of(m) in buckets_up_to(32768) for m in range(8193, 32769))

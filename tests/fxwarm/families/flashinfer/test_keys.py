@@ -28,14 +28,18 @@ def plan(*calls, target=HOPPER, library=LIBRARY):
 
 
 @pytest.mark.parametrize(
-    "call", [moe(1000), block_scale_moe(300), bmm(8), bmm(100), mono()], ids=lambda c: f"{c.op}-{c.symbols[0].upper}"
+    "call",
+    [moe(1000), block_scale_moe(300), bmm(8), bmm(100), mono()],
+    ids=lambda c: f"{c.op}-{c.symbols[0].upper}",
 )
 def test_the_laws_hold(call):
     check_family(FlashInfer(), [call], samples=20, library=LIBRARY)
 
 
 def test_the_laws_hold_on_blackwell():
-    check_family(FlashInfer(), [trtllm(), moe(300)], Target.named("b200"), samples=10, library=LIBRARY)
+    check_family(
+        FlashInfer(), [trtllm(), moe(300)], Target.named("b200"), samples=10, library=LIBRARY
+    )
 
 
 def test_a_tuned_layer_needs_its_module_the_delay_kernel_and_two_entries_a_bucket():
@@ -53,7 +57,9 @@ def test_equal_layers_share_all_keys_and_one_module_serves_every_shape():
     other, _ = plan(moe(512), moe(512, inter=1024))
     assert one == two
     assert len([p for p in other if p.key.tag == MODULE]) == 2
-    assert len([p for p in other if is_tuned(p.key)]) == 2 * len([p for p in one if is_tuned(p.key)])
+    assert len([p for p in other if is_tuned(p.key)]) == 2 * len(
+        [p for p in one if is_tuned(p.key)]
+    )
 
 
 CHANGES = {
@@ -79,7 +85,7 @@ def test_an_option_that_changes_the_tactics_changes_the_key(name):
     one, other = plan(moe(64))[0], plan(moe(64, **{name: CHANGES[name]}))[0]
     tuned = [{p.key for p in planned if is_tuned(p.key)} for planned in (one, other)]
     assert tuned[0].isdisjoint(tuned[1])
-    file_keys = [entries_at(with_rows(c, 8), 8, "sm_90a", KNOWN["0.6.18.post1"]) for c in (moe(64), moe(64, **{name: CHANGES[name]}))]  # fmt: skip  # noqa: E501
+    file_keys = [entries_at(with_rows(c, 8), 8, "sm_90a", KNOWN["0.6.18.post1"]) for c in (moe(64), moe(64, **{name: CHANGES[name]}))]  # fmt: skip
     assert file_keys[0][0].file_key != file_keys[1][0].file_key
 
 
@@ -108,7 +114,9 @@ def test_newer_releases_leave_the_ranks_out_of_the_key():
     assert plan(moe(8, tp_rank=1), library=new)[0] == plan(moe(8), library=new)[0]
 
 
-@pytest.mark.parametrize("case", [c for c in cases("plan") if c.values[0].get("id", "C11") == "C11"])
+@pytest.mark.parametrize(
+    "case", [c for c in cases("plan") if c.values[0].get("id", "C11") == "C11"]
+)
 def test_a_layout_flag_keeps_stored_results_apart(case):
     one, other = (moe(16, **flags) for flags in case["input"]["calls"])
     planned, _ = plan(one, other)

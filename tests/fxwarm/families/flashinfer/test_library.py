@@ -28,7 +28,14 @@ def in_a_child(code: str, **env: str) -> str:
     """Run ``code`` in a fresh process; return what it printed."""
     path = os.pathsep.join([env.pop("FIRST", ""), str(ROOT), *[p for p in sys.path if p]])
     full = {**os.environ, "FLASHINFER_CUDA_ARCH_LIST": "9.0a", **env, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=full, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=full,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -96,7 +103,12 @@ def test_the_installed_build_has_an_identity_and_its_environment_enters(monkeypa
 
 @pytest.mark.parametrize(
     ("name", "jobs", "gib", "expected"),
-    [("fused_moe_90", 16, 128, 16), ("fused_moe_90", 16, 96, 12), ("fused_moe_90", 16, 4, 1), ("gemm", 16, 12, 4)],
+    [
+        ("fused_moe_90", 16, 128, 16),
+        ("fused_moe_90", 16, 96, 12),
+        ("fused_moe_90", 16, 4, 1),
+        ("gemm", 16, 12, 4),
+    ],
 )
 def test_jobs_are_as_many_as_memory_holds(name, jobs, gib, expected, monkeypatch):
     monkeypatch.delenv("MAX_JOBS", raising=False)
@@ -164,9 +176,36 @@ def test_what_keeps_a_module_from_being_built_is_told(cold, monkeypatch, break_i
     assert says in built.error
 
 
+def test_sources_that_the_library_copies_anew_do_not_look_new(library):
+    """``gen_monomoe_module`` copies its sources in each process, so ninja compiled ``monomoe`` in each process."""
+    from flashinfer.jit import env
+    from flashinfer.jit.monomoe import gen_monomoe_module
+
+    from fxwarm.families.flashinfer import upstream
+
+    def times() -> dict[str, int]:
+        gen_monomoe_module.cache_clear()  # another process
+        upstream.make_spec("monomoe")
+        return {
+            str(p): p.stat().st_mtime_ns
+            for p in (env.FLASHINFER_GEN_SRC_DIR / "monomoe").rglob("*.cu*")
+        }
+
+    first = times()
+    assert first
+    assert times() == first
+    path = next(iter(first))
+    Path(path).write_text("another text")
+    assert times()[path] != first[path]
+
+
 def test_of_ninjas_output_the_lines_that_failed_are_kept(cold):
     def build(need_lock: bool) -> None:
-        raise RuntimeError("Ninja build failed.\n" + "[1/9] ok\n" * 50 + "FAILED: a.o\na.cu(3): error: no such type\n")
+        raise RuntimeError(
+            "Ninja build failed.\n"
+            + "[1/9] ok\n" * 50
+            + "FAILED: a.o\na.cu(3): error: no such type\n"
+        )
 
     cold.spec.build = build
     (built,) = modules.build([module("trtllm_utils")], 1)
@@ -175,14 +214,26 @@ def test_of_ninjas_output_the_lines_that_failed_are_kept(cold):
 
 
 def test_tuned_entries_are_left_to_tuning():
-    assert list(modules.build([Planned(CompileKey("flashinfer", "gemm1", (), "trtllm::fused_moe::gemm1"))], 1)) == []
+    assert (
+        list(
+            modules.build(
+                [Planned(CompileKey("flashinfer", "gemm1", (), "trtllm::fused_moe::gemm1"))], 1
+            )
+        )
+        == []
+    )
 
 
 def test_paths_are_found_without_the_library(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "flashinfer.jit.env", raising=False)
     monkeypatch.setattr(cache, "installed_version", lambda: "0.6.18.post1")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    for named, folder in (("9.0", "90a"), ("9.0a", "90a"), ("8.9 9.0a", "89_90a"), ("12.0 12.1", "120f_121a")):
+    for named, folder in (
+        ("9.0", "90a"),
+        ("9.0a", "90a"),
+        ("8.9 9.0a", "89_90a"),
+        ("12.0 12.1", "120f_121a"),
+    ):
         monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", named)
         assert cache.workspace("sm_90a") == tmp_path / ".cache/flashinfer/0.6.18.post1" / folder
     monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST")
@@ -234,6 +285,10 @@ def test_without_a_compiler_a_block_scale_kernel_is_not_tried(monkeypatch, tmp_p
     monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(load, "nvcc", lambda: "")
     family, target = FlashInfer(), Target.named("h200")
-    planned = [p for p in family.keys([block_scale_moe(64)], target, find_library({})) if load.is_block_scale(p)]
+    planned = [
+        p
+        for p in family.keys([block_scale_moe(64)], target, find_library({}))
+        if load.is_block_scale(p)
+    ]
     assert planned
     assert all("no nvcc" in x.error for x in family.load(planned, target, lambda c: None))

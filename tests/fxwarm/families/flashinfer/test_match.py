@@ -44,7 +44,11 @@ def traced(model, *args):
 
 
 def test_a_layer_is_one_call_with_its_tokens_symbolic():
-    x, ids, scales = dynamic(7, H), dynamic(7, 2, dtype=torch.int32), dynamic(7, 2, dtype=torch.float32)
+    x, ids, scales = (
+        dynamic(7, H),
+        dynamic(7, 2, dtype=torch.int32),
+        dynamic(7, 2, dtype=torch.float32),
+    )
     shapes = traced(Layer(use_fused_finalize=False), x, ids, scales)
     (call,) = [c for c in shapes.calls if c.family == "flashinfer"]
     assert not shapes.gaps
@@ -56,8 +60,34 @@ def test_a_layer_is_one_call_with_its_tokens_symbolic():
 
 
 def test_a_spelled_out_default_is_the_call_that_does_not():
-    args = lambda: (dynamic(7, H), dynamic(7, 2, dtype=torch.int32), dynamic(7, 2, dtype=torch.float32))  # noqa: E731
-    assert traced(Layer(), *args()).calls == traced(Layer(ep_size=1, swizzled_input_sf=True), *args()).calls
+    def args():
+        ids = dynamic(7, 2, dtype=torch.int32)
+        return dynamic(7, H), ids, dynamic(7, 2, dtype=torch.float32)
+
+    assert (
+        traced(Layer(), *args()).calls
+        == traced(Layer(ep_size=1, swizzled_input_sf=True), *args()).calls
+    )
+
+
+def test_a_witness_is_a_call_that_can_be_made():
+    """Nothing in the graph says that ids and tokens are as many: each input has a size of its own."""
+    from fxwarm.families.flashinfer import FlashInfer
+    from fxwarm.records import Library, Target
+
+    x, ids, scales = (
+        dynamic(7, H),
+        dynamic(7, 2, dtype=torch.int32),
+        dynamic(7, 2, dtype=torch.float32),
+    )
+    (call,) = traced(Layer(), x, ids, scales).calls
+    library = Library("flashinfer-python", "0.6.18.post1")
+    for planned in FlashInfer().keys([call], Target.named("h200"), library):
+        rows = {
+            int(planned.witness[n].dims[0])
+            for n in ("input", "token_selected_experts", "token_final_scales")
+        }
+        assert len(rows) == 1
 
 
 def tensor(dtype, *shape):
@@ -69,7 +99,11 @@ def fake(name, namespace="vllm", **arguments):
 
 
 def test_the_namespace_does_not_matter():
-    arguments = {"A": tensor("float8_e4m3fn", 1, 4, 64), "B": tensor("float8_e4m3fn", 1, 64, 32), "dtype": "bfloat16"}
+    arguments = {
+        "A": tensor("float8_e4m3fn", 1, 4, 64),
+        "B": tensor("float8_e4m3fn", 1, 64, 32),
+        "dtype": "bfloat16",
+    }
     one, other = (list(match(fake("bmm_fp8", ns, **arguments))) for ns in ("vllm", "engine_0f3a"))
     assert one == other
     assert one[0].op == "bmm_fp8"
@@ -115,7 +149,9 @@ def test_the_family_is_built_in():
     assert load_families()["flashinfer"].distributions == ("flashinfer-python",)
 
 
-@pytest.mark.parametrize("name", ["cutlass_fused_moe", "bmm_fp8", "mono_moe", "trtllm_fp8_block_scale_moe"])
+@pytest.mark.parametrize(
+    "name", ["cutlass_fused_moe", "bmm_fp8", "mono_moe", "trtllm_fp8_block_scale_moe"]
+)
 def test_every_op_of_ours_is_recognised(name):
     from fxwarm.families.flashinfer.entries import ENTRIES
 

@@ -51,7 +51,9 @@ def test_one_call_tunes_every_bucket_and_every_token_count_hits(library):
             serve(call, tokens)
     assert not library.measured
     assert not said
-    assert {tuple(r) for r in library.runner.ran[1:]} == {(0, 3)}  # the fastest of each, never the default -1
+    assert {tuple(r) for r in library.runner.ran[1:]} == {
+        (0, 3)
+    }  # the fastest of each, never the default -1
     assert not tuning.verify(planned, "sm_90a")
 
 
@@ -90,7 +92,9 @@ def test_a_limit_that_is_no_power_of_two_is_rounded_up(library):
     for tokens in range(1, 101):
         serve(call, tokens, limit=100)
     assert {tuple(r) for r in library.runner.ran[1:]} == {(0, 3)}
-    assert {t for p in planned if is_tuned(p.key) for t in [p.key.template[0]]} >= {"input[128, 16]"}
+    assert {t for p in planned if is_tuned(p.key) for t in [p.key.template[0]]} >= {
+        "input[128, 16]"
+    }
 
 
 def test_a_smaller_limit_of_another_layer_does_not_take_over(library):
@@ -98,7 +102,7 @@ def test_a_smaller_limit_of_another_layer_does_not_take_over(library):
     small, large = moe(64, **SIZES, tune_max_num_tokens=100), moe(1000, **SIZES)
     planned = plan(small, large)
     tune(planned)
-    for tokens, limit in ((70, 100), (1000, 8192), (900, 4096), (70, 100), (1000, 8192)):
+    for tokens, limit in ((1000, 8192), (70, 100), (900, 4096), (1000, 8192)):
         serve(large, tokens, limit=limit)
     assert {tuple(r) for r in library.runner.ran[1:]} == {(0, 3)}
 
@@ -117,7 +121,9 @@ def test_buckets_of_an_engine_that_is_tuning_do_not_enter_our_keys(library):
 
     call = moe(200, **SIZES)
     planned = plan(call)
-    with autotune(False, tuning_buckets=(64, 128), round_up=True, skip_ops={"trtllm::fused_moe::gemm1"}):
+    with autotune(
+        False, tuning_buckets=(64, 128), round_up=True, skip_ops={"trtllm::fused_moe::gemm1"}
+    ):
         assert not [t for t in tune(planned) if t.error]
     for tokens in (1, 3, 130, 200):
         serve(call, tokens)
@@ -174,7 +180,9 @@ def test_a_damaged_file_costs_a_tuning_and_nothing_else(library):
     assert not [t for t in tune(planned) if t.error or t.found]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_next_start_a_tuning(library, monkeypatch, caplog):
+def test_a_folder_that_cannot_be_written_costs_the_next_start_a_tuning(
+    library, monkeypatch, caplog
+):
     (library.folder / "fxwarm").write_text("in the way")
     tuned = tune(plan(moe(4, **SIZES)))
     assert not [t for t in tuned if t.error]
@@ -202,7 +210,9 @@ def test_a_failing_library_is_told_in_its_own_words(library, monkeypatch):
 
 def test_missing_are_the_entries_that_no_file_holds(library):
     family, planned = FlashInfer(), plan(moe(16, **SIZES))
-    assert [p.key for p in family.missing(planned, HOPPER)] == [p.key for p in planned if p.key.tag != MODULE]
+    assert [p.key for p in family.missing(planned, HOPPER)] == [
+        p.key for p in planned if p.key.tag != MODULE
+    ]
     tune(planned)
     assert not family.missing(planned, HOPPER)
     files = family.cached(planned)
@@ -215,7 +225,9 @@ def test_loading_makes_one_plain_call_a_bucket_and_tunes_nothing(library):
     tune(planned)
     library.measured.clear()
     library.runner.ran.clear()
-    loaded = list(family.load([p for p in planned if p.key.kernel != "trtllm_utils"], HOPPER, lambda c: None))
+    loaded = list(
+        family.load([p for p in planned if p.key.kernel != "trtllm_utils"], HOPPER, lambda c: None)
+    )
     assert not [x for x in loaded if x.error]
     assert len(library.runner.ran) == 5
     assert not library.measured
@@ -225,7 +237,9 @@ def test_the_live_weights_are_used_where_they_are_known(library, monkeypatch):
     seen = []
     planned = plan(moe(4, **SIZES))
     weight = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
-    monkeypatch.setattr(library.runner, "run_moe", lambda *a: seen.append(any(x is weight for x in a)))
+    monkeypatch.setattr(
+        library.runner, "run_moe", lambda *a: seen.append(any(x is weight for x in a))
+    )
     list(tuning.tune(planned, "sm_90a", lambda call: {"fc1_expert_weights": weight}))
     assert seen == [True]
 
@@ -254,12 +268,16 @@ def test_warmup_tunes_before_it_loads(library, monkeypatch):
     for name in ("tune", "load", "verify"):
         real = getattr(FlashInfer, name)
         monkeypatch.setattr(
-            FlashInfer, name, lambda self, *a, _real=real, _name=name: (done.append(_name), _real(self, *a))[1]
+            FlashInfer,
+            name,
+            lambda self, *a, _real=real, _name=name: (done.append(_name), _real(self, *a))[1],
         )
     call = moe(8, **SIZES)
     planned = tuple(p for p in plan(call) if p.key.kernel != "trtllm_utils")
     made = WarmPlan(HOPPER, (find_library({}),), planned, shapes=ShapeSet((call,), (Site(),)))
-    report = warmup.run(msgspec.structs.replace(made), resolve({"cache_dir": str(library.folder / "store")}), "cpu")
+    report = warmup.run(
+        msgspec.structs.replace(made), resolve({"cache_dir": str(library.folder / "store")}), "cpu"
+    )
     assert done[:3] == ["tune", "load", "verify"]
     assert report.status == "complete", report.failed or report.gaps
     assert len(report.tuned) == 8
@@ -284,8 +302,16 @@ def test_the_private_names_are_where_we_look_for_them(library):
 
     for module, name, *_ in (*upstream._SPECS.values(), *upstream._GETTERS.values()):
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
-    for name in ("_get_override_stack", "_get_skip_ops_stack", "load_configs", "save_configs", "search_cache"):
+    for name in (
+        "_get_override_stack",
+        "_get_skip_ops_stack",
+        "load_configs",
+        "save_configs",
+        "search_cache",
+    ):
         assert hasattr(AutoTuner, name)
-    assert hasattr(importlib.import_module("flashinfer.gemm.gemm_base"), "_FP8_GEMM_SM100_TUNING_CONFIG")
+    assert hasattr(
+        importlib.import_module("flashinfer.gemm.gemm_base"), "_FP8_GEMM_SM100_TUNING_CONFIG"
+    )
     with pytest.raises(exc.LibraryError, match="planned and keyed"):
         upstream.open_module("fused_moe_100")

@@ -19,7 +19,9 @@ def pre(hidden: int, top: int, *, op: str = "mhc_pre", eps: float = EPS, **attrs
     }  # fmt: skip
     residual = TensorSpec("bfloat16", (tokens, Dim.static(4), Dim.static(hidden)))
     fn = TensorSpec("float32", (Dim.static(24), Dim.static(given["k"])))
-    return KernelCall("tilelang", op, (("residual", residual), ("fn", fn)), tuple(given.items()), symbols)
+    return KernelCall(
+        "tilelang", op, (("residual", residual), ("fn", fn)), tuple(given.items()), symbols
+    )
 
 
 def post(hidden: int, top: int = 8192, origin: str = "tile_kernels") -> KernelCall:

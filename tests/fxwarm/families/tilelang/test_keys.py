@@ -41,7 +41,9 @@ def test_the_22_splits_of_hidden_7168_with_their_first_token_counts():  # A7
     assert len(plan) == 22
 
 
-@pytest.mark.parametrize(("top", "count"), [(256, 4), (512, 8), (1024, 15), (2048, 19), (4096, 21), (8192, 22)])
+@pytest.mark.parametrize(
+    ("top", "count"), [(256, 4), (512, 8), (1024, 15), (2048, 19), (4096, 21), (8192, 22)]
+)
 def test_a_smaller_limit_needs_fewer_kernels(top, count):  # A7
     assert len(planned(pre(7168, top))) == count
 
@@ -65,7 +67,24 @@ def test_a_broadcast_first_layer_is_another_set_of_kernels():  # A5
     plain = pre(4096, 8192, origin="vllm", norm=True, norm_eps=EPS)
     broadcast = pre(4096, 8192, origin="vllm", norm=True, norm_eps=EPS, broadcast=True, k=4096)
     one, other = planned(plain, target=target), planned(broadcast, target=target)
-    assert sorted(splits(one), reverse=True) == [64, 39, 26, 19, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert sorted(splits(one), reverse=True) == [
+        64,
+        39,
+        26,
+        19,
+        15,
+        13,
+        11,
+        9,
+        8,
+        7,
+        6,
+        5,
+        4,
+        3,
+        2,
+        1,
+    ]
     assert sorted(splits(other), reverse=True) == [16, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert not {p.key for p in one} & {p.key for p in other}
     (at_786,) = planned(bound.at(broadcast, {"s0": 786}), target=target)
@@ -115,20 +134,27 @@ def test_the_fused_post_and_pre_needs_its_extra_splits():
 
 
 def test_what_is_not_known_is_a_gap():
-    held = gaps(pre(4096, 64, origin="vllm", delayed=True, use_pre_mix_in=True, norm=True, norm_eps=EPS))
+    held = gaps(
+        pre(4096, 64, origin="vllm", delayed=True, use_pre_mix_in=True, norm=True, norm_eps=EPS)
+    )
     assert "vLLM holds these kernels itself" in held[0].reason
     bare = Library("tilelang", "0.1.15", settings=(("deep_gemm", "absent"),))
     assert "install deep_gemm" in gaps(pre(4096, 64, origin="vllm"), library=bare)[0].reason
     assert "for a CPU" in gaps(pre(4096, 64, origin="vllm"), target=CPU)[0].reason
     b200 = Target.named("b200")
-    assert "sm_90a only" in gaps(pre(4096, 64, op="mhc_fused_post_pre", origin="vllm"), target=b200)[0].reason
+    assert (
+        "sm_90a only"
+        in gaps(pre(4096, 64, op="mhc_fused_post_pre", origin="vllm"), target=b200)[0].reason
+    )
 
 
 def test_the_cpu_plans_our_own_kernels():
     (key,) = {p.key.kernel for p in planned(pre(256, 4096), target=CPU)}
     assert key == "mhc_pre_big_fuse_cpu"
     assert list(splits(planned(pre(256, 4096), target=CPU))) == [4, 3, 2]
-    assert [str(p.key) for p in planned(post(256), target=CPU)] == ["mhc_post_cpu<hidden=256, mhc=4>"]
+    assert [str(p.key) for p in planned(post(256), target=CPU)] == [
+        "mhc_post_cpu<hidden=256, mhc=4>"
+    ]
     assert [str(p.key) for p in planned(post(7168))] == ["_mhc_post_fwd<hidden=7168, mhc=4>"]
 
 
@@ -154,7 +180,9 @@ def test_a_batch_without_a_bound_is_a_gap():
 
 def test_the_family_keeps_the_laws():
     check_family(TileLang(), [pre(7168, 8192), post(7168)], H200, library=LIBRARY)
-    check_family(TileLang(), [pre(4096, 300, op="mhc_fused_post_pre", origin="vllm")], H200, library=LIBRARY)
+    check_family(
+        TileLang(), [pre(4096, 300, op="mhc_fused_post_pre", origin="vllm")], H200, library=LIBRARY
+    )
     check_family(TileLang(), [pre(256, 8192)], CPU, library=LIBRARY)
 
 
@@ -193,13 +221,17 @@ def test_any_kernel_is_planned_from_one_declaration():
         check_family(TileLang(), [tiles_call()], CPU, library=LIBRARY)
     finally:
         undeclare("toy::scaled")
-    assert [str(p.key) for p in plan] == [f"scaled<factor=0.5, step={n}, width=96>" for n in (1, 2, 3, 4)]
+    assert [str(p.key) for p in plan] == [
+        f"scaled<factor=0.5, step={n}, width=96>" for n in (1, 2, 3, 4)
+    ]
     assert [int(p.witness["x"].dims[0]) for p in plan] == [1, 513, 1025, 1537]
     assert plan[0].key.tag == path
     assert "not declared here" in gaps(tiles_call(), target=CPU)[0].reason
 
 
-@pytest.mark.parametrize(("op", "factory"), [("scaled", "a.b:c"), ("toy::scaled", "a.b.c"), ("toy::scaled", ":c")])
+@pytest.mark.parametrize(
+    ("op", "factory"), [("scaled", "a.b:c"), ("toy::scaled", "a.b.c"), ("toy::scaled", ":c")]
+)
 def test_a_declaration_is_checked(op, factory):
     with pytest.raises(ValueError, match="write it as"):
         declare(op, factory, lambda call, target: {})

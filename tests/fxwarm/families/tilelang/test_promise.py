@@ -34,12 +34,19 @@ def test_warm_nothing_compiles_in_this_process_or_the_next(fresh):
     warm = SWEEP + (
         "plan = planned(pre(256, 8192), post(256), target=CPU)\n"
         "missing = family.missing(plan, CPU)\n"
-        "errors = [b.error for b in family.build(missing, CPU, 2) if b.error]\n"
+        "errors = [b.error for b in family.build(missing, CPU, 1) if b.error]\n"
         "errors += [x.error for x in family.load(plan, CPU) if x.error]\n"
         "built, loads, looked = jit.builds(), jit.Counts.loads, jit.Counts.elaborations\n"
         "swept = sweep()\n"
         "after = [jit.Counts.loads - loads, jit.Counts.elaborations - looked]\n"
         "print(json.dumps([len(plan), len(missing), errors, built, swept[-1], after]))"
     )
-    assert run(warm) == [5, 5, [], 0, 0, [0, 0]]  # built in workers, loaded here: no compile, no look at the disk
+    assert run(warm) == [
+        5,
+        5,
+        [],
+        0,
+        0,
+        [0, 0],
+    ]  # built in workers, loaded here: no compile, no look at the disk
     assert run(warm) == [5, 0, [], 0, 0, [0, 0]]

@@ -1,4 +1,3 @@
-# ruff: noqa: E741, F821
 """TileLang kernels for the tests: one that works, one that cannot be elaborated, one in eager style."""
 
 import tilelang
