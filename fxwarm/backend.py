@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxwarm import graph_key, symbolic
+from fxwarm import graph_key, planner, symbolic
 from fxwarm.artifacts import WarmCallable, attach, hook_precompiled
 from fxwarm.family import load_families
 from fxwarm.options import Options, resolve, split
-from fxwarm.warmup import Warmup
+from fxwarm.records import Target
+from fxwarm.warmup import Warmup, device_of
 from passes.records import Gap, ShapeSet
 
 if TYPE_CHECKING:
@@ -47,14 +48,16 @@ def fxwarm(
     collected = _collect(gm, example_inputs, settings)
     if collected is None or _is_meta(example_inputs):
         return _inductor(gm, example_inputs, patches)
+    target = Target.current(device_of(example_inputs))
     if collected.shapes.calls:
+        with contextlib.suppress(Exception):  # only a head start: what is wrong shows when it is asked
+            planner.prepare(collected.shapes, target)
         weights = {i for places in collected.weights.values() for i in places.values()}
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
         symbolic.unmark(example_inputs)
         collected = _with_specialized(collected, symbolic.specialized(gm, example_inputs, weights))
     _say(collected, time.perf_counter() - begin)
-    warmup = Warmup(collected.shapes, settings)
-    warmup.settle(tuple(example_inputs))
+    warmup = Warmup(collected.shapes, settings, device=device_of(example_inputs), target=target)
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
     with graph_key.watch(begin_builds if graph_key.is_stable() else lambda key: None) as keys:

@@ -29,6 +29,8 @@ class KernelFamily(Protocol):
         Device types on which there is anything to warm. Elsewhere its calls run as reference implementations.
     ``archs: tuple[str, ...]``
         Architectures on which it was seen to work. On another one key is tried before the rest is built.
+    ``needs_nothing(call, target, library) -> bool``
+        The library serves this call without a kernel of its own.
     ``extra(target, library) -> Iterable[Planned]``
         Kernels that no graph contains.
     ``prepare(target, library) -> None``

@@ -5,8 +5,10 @@ In code ``options={"fxwarm.max_size": 4096}``, in the environment ``FXWARM_MAX_S
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -62,6 +64,23 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NAMES = Options.__struct_fields__
+
+_active: ContextVar[Options | None] = ContextVar("fxwarm_options", default=None)
+
+
+def active() -> Options:
+    """Return the settings of the warmup that runs here, else those of the environment."""
+    return _active.get() or resolve()
+
+
+@contextlib.contextmanager
+def use(options: Options) -> Iterator[None]:
+    """Make ``options`` the active ones inside, in this thread."""
+    token = _active.set(options)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 def resolve(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Options:

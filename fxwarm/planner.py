@@ -61,7 +61,7 @@ def make_plan(
         notes += family_notes
         used.append(library)
     reference = [call.op for call in shapes.calls if not _runs_on(target, call.family)]
-    gaps += _silent(shapes, [*planned], reference, gaps)
+    gaps += _silent(shapes, target, [*planned], reference, gaps, libraries)
     return WarmPlan(
         target=target,
         libraries=tuple(used),
@@ -91,6 +91,14 @@ def choose(
         except exc.LibraryError as error:
             chosen.append((family, calls, error))
     return chosen
+
+
+def prepare(shapes: ShapeSet, target: Target) -> None:
+    """Let each family with calls in ``shapes`` start in the background whatever takes long to ask."""
+    for family, calls, library in choose(shapes, target):
+        begin = getattr(family, "prepare", None)
+        if begin is not None and calls and isinstance(library, Library) and library.installed:
+            begin(target, library)
 
 
 def _runs_on(target: Target, name: str) -> bool:
@@ -140,15 +148,27 @@ def _check_wanted(wanted: Mapping[str, str], families: Iterable[KernelFamily]) -
 
 
 def _silent(
-    shapes: ShapeSet, planned: Sequence[Planned], reference: Sequence[str], gaps: Sequence[Gap]
+    shapes: ShapeSet,
+    target: Target,
+    planned: Sequence[Planned],
+    reference: Sequence[str],
+    gaps: Sequence[Gap],
+    libraries: Mapping[str, str] | None,
 ) -> list[Gap]:
     """A family whose calls are in the graph and that planned nothing and said nothing: that is never right."""
     spoke = {p.key.family for p in planned} | {g.family for g in gaps}
-    return [
-        Gap(call.op, f"the family {call.family} planned no kernel and gave no reason; report it", site.place, call.family)
-        for call, site in shapes.items()
-        if call.family not in spoke and call.op not in reference
-    ]
+    quiet = [(c, s) for c, s in shapes.items() if c.family not in spoke and c.op not in reference]
+    if not quiet:
+        return []
+    used = {family.name: (family, library) for family, _, library in choose(shapes, target, libraries)}
+    out = []
+    for call, site in quiet:
+        family, library = used.get(call.family, (None, None))
+        nothing = getattr(family, "needs_nothing", None)
+        if nothing is None or not isinstance(library, Library) or not nothing(call, target, library):
+            reason = f"the family {call.family} planned no kernel and gave no reason; report it"
+            out.append(Gap(call.op, reason, site.place, call.family))
+    return out
 
 
 def _one_by_one(planned: Sequence[Planned]) -> list[str]:

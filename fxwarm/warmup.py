@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxwarm import exc, receipts
+from fxwarm import exc, options, receipts
 from fxwarm.family import Bind, KernelFamily, load_families
 from fxwarm.options import Options, resolve
 from fxwarm.planner import make_plan
@@ -119,22 +119,31 @@ class Warmup:
 
     def _prepare(self) -> None:
         try:
-            begin = time.perf_counter()
-            assert self.target is not None
-            if self.plan is None:
-                self.plan = receipts.stored_plan(self) or make_plan(
-                    self.shapes,
-                    self.target,
-                    self.libraries,
-                    ask=True,
-                    max_keys=self.options.max_keys,
-                    graph_key=self.graph_key,
-                )
-            self._build(self.plan)
-            self._build_seconds = time.perf_counter() - begin
+            with options.use(self.options), torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext():
+                self._plan_and_build()
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
             self._error = error
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device is not None and self.device.type == "cuda"
+
+    def _plan_and_build(self) -> None:
+        begin = time.perf_counter()
+        assert self.target is not None
+        if self.plan is None:
+            stored = receipts.stored_plan(self)
+            self.plan = stored if stored is not None else make_plan(
+                self.shapes,
+                self.target,
+                self.libraries,
+                ask=True,
+                max_keys=self.options.max_keys,
+                graph_key=self.graph_key,
+            )
+        self._build(self.plan)
+        self._build_seconds = time.perf_counter() - begin
 
     def _build(self, plan: WarmPlan) -> None:
         assert self.target is not None
@@ -166,7 +175,7 @@ class Warmup:
             plan = WarmPlan(self.target, shapes=self.shapes, graph_key=self.graph_key)
         if self._error is not None:
             gaps.append(Gap("warmup", f"{type(self._error).__name__}: {self._error}"))
-        with _load_lock, quiet(self.device), memory(self.device) as used:
+        with options.use(self.options), _load_lock, quiet(self.device), memory(self.device) as used:
             failed = {b.key for b in self._built if b.error}
             for family, group in by_family(plan.planned):
                 if family.name in self._absent:

@@ -67,7 +67,9 @@ def run_process(backend: str, calls: int, largest: int) -> Run:
         output = Path(folder, "run.json")
         environ = {k: v for k, v in os.environ.items() if not k.startswith("FXWARM_")}
         environ |= {name: str(Path(folder, part)) for name, part in CACHES.items()}
-        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on busy cores, threads that spin are timed too
+        environ.setdefault(
+            "OMP_WAIT_POLICY", "PASSIVE"
+        )  # on busy cores, threads that spin are timed too
         # a checkout that is on the path but not installed
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-m", "fxwarm.demo.mhc_moe", "--backend", backend]

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+TITLE = "mHC mixture of experts on the CPU, each side in a fresh process with empty caches"
+
+
 class Demo(Record, frozen=True):
     """All that one run of the demo found."""
 
@@ -57,13 +60,8 @@ def print_comparison(console: Console, mhc: Comparison) -> None:
     from rich import box
     from rich.table import Table as RichTable
 
-    table = RichTable(
-        title="mHC mixture of experts on the CPU, each side in a fresh process with empty caches",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    console.print(f"[bold]{TITLE}[/bold]")
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in (
         "call",
         "tokens",

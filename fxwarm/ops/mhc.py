@@ -48,8 +48,9 @@ def _pre_cpu(residual: Tensor, fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *a
     if tokens == 0:
         return post, comb, layer_input
     if not has_cpu_kernels():
-        found = mhc_pre_reference(residual, fn, hc_scale, hc_base, *args, torch.float32)
-        post, comb, wide = found
+        post, comb, wide = mhc_pre_reference(
+            residual, fn, hc_scale, hc_base, *args, dtype=torch.float32
+        )
         return post, comb, wide.to(residual.dtype)
     splits = num_splits(tokens, mult * hidden, device_sms(residual.device))
     partial, squares = prenorm_reference(residual.flatten(1), fn, splits, torch.float32)

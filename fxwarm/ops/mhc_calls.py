@@ -92,7 +92,7 @@ def _vllm_broadcast(given: dict[str, Any]) -> Layer:
         broadcast=True,
         a=_like(residual, (residual.shape[0], hidden)),
         b=fn,
-        main={"residual": residual, "fn": fn},
+        main={"residual": _activation(residual), "fn": fn},
     )
 
 
@@ -105,7 +105,7 @@ def _vllm_fused(given: dict[str, Any]) -> Layer:
 def _post(given: dict[str, Any], origin: str) -> Layer:
     residual = given["residual"]
     *outer, mult, hidden = residual.shape
-    main = {"x": given["x"], "residual": residual}
+    main = {name: _activation(given[name]) for name in ("x", "residual")}
     return Layer("post", origin, math.prod(outer), hidden, mult, main=main)
 
 
@@ -113,7 +113,15 @@ def _head(given: dict[str, Any]) -> Layer:
     streams = given["hs_flat"]
     tokens, mult, hidden = streams.shape
     statics = {name: number(given.get(name)) for name in ("rms_eps", "hc_eps")}
-    return Layer("head", "vllm", tokens, hidden, mult, statics=statics, main={"hs_flat": streams})
+    return Layer(
+        "head",
+        "vllm",
+        tokens,
+        hidden,
+        mult,
+        statics=statics,
+        main={"hs_flat": _activation(streams)},
+    )
 
 
 def _pre(
@@ -147,7 +155,7 @@ def _pre(
         broadcast=isinstance(wide, int) and k == wide,
         a=_like(residual, (tokens, k)),
         b=fn,
-        main={"residual": residual, "fn": fn},
+        main={"residual": _activation(residual), "fn": fn},
     )
 
 
@@ -160,6 +168,11 @@ def _statics(given: dict[str, Any]) -> dict[str, Any]:
 
 def _mult(rows: Any) -> int | None:
     return math.isqrt(rows + 1) - 1 if isinstance(rows, int) else None
+
+
+def _activation(tensor: Any) -> Any:
+    """Return ``tensor`` as no graph input: one with static sizes would pass for a weight."""
+    return dataclasses.replace(tensor, placeholder=None)
 
 
 def _like(tensor: Any, shape: tuple[Any, ...]) -> Any:

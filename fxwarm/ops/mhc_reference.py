@@ -39,6 +39,7 @@ def mhc_pre_reference(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
+    *,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return post_mix [T, m], comb_mix [T, m, m] and layer_input [T, H], computed and returned in ``dtype``."""

@@ -40,7 +40,7 @@ def expression(tokens: str, k: int, num_sms: int, rule: str = "mhc") -> str:
     """Return ``num_splits`` as text over the sizes in ``tokens``, for ``passes.bound``.
 
     >>> expression("s0", 28672, 132)
-    'Max(1, Min(112, 132//((s0 + 63)//64)))'
+    'Max(1, Min(112, 132//Max(1, (s0 + 63)//64)))'
     """
     from passes import expr
 

@@ -557,7 +557,7 @@ def combine(cold: dict[str, Any], warm: dict[str, Any]) -> dict[str, Any]:
             "warm_s": second.get("seconds"),
             "jit_after": first.get("jit_after", 1) + second.get("jit_after", 1),
             "slowest_call_ms": max(
-                first.get("slowest_call_ms", 1e9), second.get("slowest_call_ms", 1e9)
+                first.get("slowest_call_ms", 0.0), second.get("slowest_call_ms", 0.0)
             ),
             "warm": second,
         }

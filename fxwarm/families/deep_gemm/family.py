@@ -61,9 +61,11 @@ class DeepGemm:
 
         return keys(calls, target, library)
 
-    def reference(self, call: KernelCall, target: Target) -> bool:
-        """Return whether ``call`` runs as a reference implementation on ``target``: nothing to warm."""
-        return target.device == "cpu"
+    def needs_nothing(self, call: KernelCall, target: Target, library: Library) -> bool:
+        """Return whether the library serves ``call`` without a kernel of its own (dense bf16 by cuBLASLt)."""
+        from fxwarm.families.deep_gemm.keys import goes_to_cublaslt
+
+        return goes_to_cublaslt(call, target, library)
 
     def prepare(self, target: Target, library: Library) -> None:
         """Start the recorder's child in the background; a failure shows when it is asked."""
@@ -189,6 +191,6 @@ def _generation(found: Library) -> str:
 
 
 def _option(name: str, default: float) -> float:
-    from fxwarm.options import resolve
+    from fxwarm import options
 
-    return float(getattr(resolve(), name, default) or default)
+    return float(getattr(options.active(), name, default) or default)

@@ -23,7 +23,7 @@ from passes.records import Dim, Gap, KernelCall, TensorSpec
 if TYPE_CHECKING:
     from passes.bound import Image
 
-__all__ = ["image_of", "key_of", "keys", "strides_of", "witness_at"]
+__all__ = ["goes_to_cublaslt", "image_of", "key_of", "keys", "strides_of", "witness_at"]
 
 
 def keys(calls: Sequence[KernelCall], target: Target, library: Library) -> Iterator[Planned | Gap]:
@@ -194,6 +194,14 @@ def _through_cublaslt(
         num_sms=settings.num_sms,
         device_sms=int(given.get("device_sms", settings.num_sms)),
     )
+
+
+def goes_to_cublaslt(call: KernelCall, target: Target, library: Library) -> bool:
+    """Return whether ``library`` hands ``call`` to cuBLASLt, so that it compiles nothing."""
+    try:
+        return _through_cublaslt(call, version_of(library), settings_of(target, library), library)
+    except ValueError:  # an unknown build: its gap says so
+        return False
 
 
 def strides_of(spec: TensorSpec) -> tuple[str, ...]:

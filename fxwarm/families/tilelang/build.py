@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,8 +82,8 @@ class _Worker(threading.Thread):
     def stop(self) -> None:
         self.stopped = True
         child = self.child
-        if child is not None and child.poll() is None:
-            child.kill()
+        if child is not None:
+            _kill(child)
 
     def _ask(self, task: Task) -> Answer:
         if self.child is None:
@@ -94,7 +95,7 @@ class _Worker(threading.Thread):
 
         def give_up() -> None:
             late.set()
-            child.kill()
+            _kill(child)
 
         timer = threading.Timer(self.limit, give_up)
         timer.daemon = True
@@ -132,7 +133,7 @@ class _Worker(threading.Thread):
             try:
                 child.wait(2.0)
             except subprocess.TimeoutExpired:
-                child.kill()
+                _kill(child)
                 child.wait()
         if self.errors is not None:
             self.errors.close()
@@ -154,4 +155,11 @@ def _start(errors: IO[bytes]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=errors,
         env=env,
+        start_new_session=True,  # so that its compilers end with it
     )
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)

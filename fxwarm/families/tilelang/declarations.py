@@ -1,15 +1,20 @@
 """Any TileLang kernel behind a custom op, in one declaration.
 
-    from fxwarm.families.tilelang import declare
+    from fxwarm.families.tilelang import declare, of
 
     declare(
         op="mylib::rms_norm",
         factory="mylib.kernels:rms_norm",
-        statics=lambda call, target: {"hidden": call["x"].dims[1], "rows": tiles(call["x"].dims[0]), "eps": call.attr("eps")},
+        statics=lambda call, target: {
+            "hidden": call["x"].dims[1],
+            "tiles": of("Min(8, (m + 63)//64)", m=call["x"].dims[0]),
+            "eps": call.attr("eps"),
+        },
     )
 
-``statics`` are the factory's static arguments by name: numbers, strings, dims of the call, or text made by ``of`` from
-them. What follows from a dynamic size is enumerated over every size that the graph can take.
+``statics`` are the factory's static arguments by name: numbers, strings, dims of the call, or what ``of`` computes from
+them. What follows from a dynamic size is enumerated over every size that the graph can take. A graph knows no SM count,
+``target.num_sms`` does. The factory must be importable by name, since worker processes build it.
 """
 
 from __future__ import annotations

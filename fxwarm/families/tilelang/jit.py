@@ -54,14 +54,14 @@ def watch() -> bool:
 
         @functools.wraps(init)
         def counted_init(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            # from_database is the tenth argument; the library itself passes it by name
-            stored = kwargs.get("from_database", len(args) > 8 and args[8])
+            # from_database is the eighth argument; the library itself passes it by name
+            stored = kwargs.get("from_database", len(args) > 7 and args[7])
             with _lock:
                 if stored:
                     Counts.loads += 1
                 else:
                     Counts.builds += 1
+            init(self, *args, **kwargs)
 
         @functools.wraps(get_tir)
         def counted_get_tir(self: Any, *args: Any, **kwargs: Any) -> Any:

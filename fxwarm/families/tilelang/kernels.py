@@ -50,7 +50,7 @@ def uses(call: KernelCall, target: Target, library: Library) -> Iterator[Use | U
         return
     origin, tokens = call.attr("origin"), _text(call.attr("tokens"))
     if origin == "tile_kernels":
-        yield from _own(call, target, tokens)
+        yield from _own(call, target, library, tokens)
     elif origin != "vllm":
         yield Unknown(
             f"the op {call.op} is not declared here; call fxwarm.families.tilelang.declare in this process"
@@ -61,8 +61,13 @@ def uses(call: KernelCall, target: Target, library: Library) -> Iterator[Use | U
         yield from _vllm(call, target, library, tokens)
 
 
-def _own(call: KernelCall, target: Target, tokens: str) -> Iterator[Use]:
+def _own(
+    call: KernelCall, target: Target, library: Library, tokens: str
+) -> Iterator[Use | Unknown]:
     on_cpu = target.device == "cpu"
+    if not on_cpu and library.installed and dict(library.settings).get("tile-kernels") == "absent":
+        yield Unknown("TileKernels is not installed; pip install --no-deps tile-kernels")
+        return
     hidden, mult = call.attr("hidden"), call.attr("mult")
     if call.op == "mhc_post":
         path = factories.POST_CPU if on_cpu else factories.POST

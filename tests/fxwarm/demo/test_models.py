@@ -164,18 +164,23 @@ def test_a_model_is_one_graph():
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_whole_model_is_traced_within_its_limits(name):
     code = f"""
-import msgspec
+import msgspec, time
 from fxwarm.demo import facts
-print(msgspec.json.encode(facts.trace_model({name!r})).decode())
+found = facts.trace_model({name!r})
+print(time.process_time())
+print(msgspec.json.encode(found).decode())
 """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    *_, cpu, text = done.stdout.splitlines()
+    found = json.loads(text)
+    gigabytes = found["peak_bytes"] / 1e9
+    print(f"{name}: {found['seconds']:.1f} s, {float(cpu):.1f} s of CPU, {gigabytes:.2f} GB")
     assert found["layers"] == DEPTH[name]
-    print(f"{name}: {found['seconds']:.1f} s, {found['peak_bytes'] / 1e9:.2f} GB")
-    assert found["seconds"] < MOST_SECONDS
+    # tracing is one thread: on an idle machine this is the wall time, on a busy one the fair part of it
+    assert float(cpu) < MOST_SECONDS
     assert found["peak_bytes"] < MOST_BYTES
     weights = {(w.get("groups", 0), w["n"], w["k"], w.get("top_k", 0)) for w in found["weights"]}
     assert {w if w[0] else w[1:3] for w in weights} == recorded(name)

@@ -141,6 +141,9 @@ def test_what_is_not_known_is_a_gap():
     bare = Library("tilelang", "0.1.15", settings=(("deep_gemm", "absent"),))
     assert "install deep_gemm" in gaps(pre(4096, 64, origin="vllm"), library=bare)[0].reason
     assert "for a CPU" in gaps(pre(4096, 64, origin="vllm"), target=CPU)[0].reason
+    alone = Library("tilelang", "0.1.15", installed=True, settings=(("tile-kernels", "absent"),))
+    assert "pip install --no-deps tile-kernels" in gaps(pre(4096, 64), library=alone)[0].reason
+    assert len(planned(pre(256, 64), target=CPU, library=alone)) == 1
     b200 = Target.named("b200")
     assert (
         "sm_90a only"
