@@ -37,6 +37,26 @@ class MhcModel(torch.nn.Module):
         return out.float().sum(-1) + post.flatten(1).sum(-1) + comb.flatten(1).sum(-1)
 
 
+class GemmModel(torch.nn.Module):
+    """One fp8 linear layer on DeepGEMM: quantise the rows, multiply."""
+
+    def __init__(self, n: int = 2112, k: int = 1024) -> None:
+        super().__init__()
+        from fxwarm.ops import per_block_cast_to_fp8
+
+        weight, scale = per_block_cast_to_fp8(torch.randn(n, k, generator=torch.Generator().manual_seed(0)))
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from fxwarm.ops import per_token_cast_to_fp8
+
+        a, a_sf = per_token_cast_to_fp8(x)
+        out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=torch.bfloat16)
+        torch.ops.fxwarm.fp8_gemm_nt(a, a_sf, self.weight, self.scale, out)
+        return out
+
+
 class Broken(torch.nn.Module):
     """A graph break between two calls of a model."""
 
@@ -64,3 +84,22 @@ def mhc() -> tuple[torch.nn.Module, Callable, Callable]:
     from fxwarm.families.tilelang import jit
 
     return MhcModel(), lambda rows: torch.ones(rows, 4, 256, dtype=torch.bfloat16), jit.builds
+
+
+def gemm() -> tuple[torch.nn.Module, Callable, Callable]:
+    """Return the same for DeepGEMM on the current CUDA device. A JIT event is a new entry of its cache."""
+    import os
+    from pathlib import Path
+
+    import fxwarm.ops
+
+    folder = Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache"
+
+    def make(rows: int) -> torch.Tensor:
+        return torch.ones(rows, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def events() -> list[str]:
+        torch.cuda.synchronize()
+        return sorted(p.name for p in folder.glob("*")) if folder.is_dir() else []
+
+    return GemmModel().cuda(), make, events

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxwarm import exc
@@ -86,13 +88,21 @@ def find(name: str) -> Model:
     return MODELS[name]
 
 
+def _transformers() -> Any:
+    """Return transformers. Raises LibraryError where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise exc.LibraryError(
+            "the models are transformers' own code; install fxwarm[transformers]"
+        )
+    return importlib.import_module("transformers")
+
+
 def config(name: str, layers: int | None = None, **changes: Any) -> Any:
     """Return transformers' configuration of the model ``name``, cut to its first ``layers`` layers.
 
     A cut keeps a mixture-of-experts layer: DeepSeek-V3's three dense layers become fewer below four layers.
+    Raises OptionError for another number of layers than the model has, LibraryError without transformers.
     """
-    import transformers
-
     model = find(name)
     values = {**model.config, **changes, "use_cache": False}
     if layers is not None:
@@ -102,7 +112,7 @@ def config(name: str, layers: int | None = None, **changes: Any) -> Any:
         values["num_hidden_layers"] = layers
         if "first_k_dense_replace" in values:
             values["first_k_dense_replace"] = min(values["first_k_dense_replace"], layers - 1)
-    return getattr(transformers, f"{model.code}Config")(**values)
+    return getattr(_transformers(), f"{model.code}Config")(**values)
 
 
 def build(name: str, layers: int | None = None, device: str = "meta", **changes: Any) -> nn.Module:
@@ -111,11 +121,10 @@ def build(name: str, layers: int | None = None, device: str = "meta", **changes:
     ``changes`` are other values of its configuration. Nothing is downloaded.
     """
     import torch
-    import transformers
 
     from fxwarm.demo.replace import use_fp8
 
-    kind = getattr(transformers, f"{find(name).code}ForCausalLM")
+    kind = getattr(_transformers(), f"{find(name).code}ForCausalLM")
     with torch.device(device):
         model: nn.Module = kind(config(name, layers, **changes)).eval()
         return use_fp8(model.to(torch.bfloat16))

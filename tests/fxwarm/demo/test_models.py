@@ -103,6 +103,12 @@ def test_an_unknown_model_is_refused_with_the_nearest():
         models.build("deepseek-v4")
 
 
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(exc.LibraryError, match="install fxwarm"):
+        models.config("qwen3-30b-a3b")
+
+
 @pytest.mark.parametrize(
     ("name", "small"),
     [
