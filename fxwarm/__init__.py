@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fxwarm.api import plan, plans, reports, warm, warm_all, warm_model
     from fxwarm.family import register, unregister
+    from fxwarm.monitor import events, no_jit
     from fxwarm.packages import load_package, save_package
     from fxwarm.records import CompileKey, Library, Planned, Target, WarmPlan, WarmReport
     from fxwarm.tracing import trace
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "fxwarm.api": ("plan", "plans", "reports", "warm", "warm_all", "warm_model"),
     "fxwarm.family": ("register", "unregister"),
+    "fxwarm.monitor": ("events", "no_jit"),
     "fxwarm.packages": ("load_package", "save_package"),
     "fxwarm.records": ("CompileKey", "Library", "Planned", "Target", "WarmPlan", "WarmReport"),
     "fxwarm.tracing": ("trace",),
@@ -43,7 +45,9 @@ __all__ = [
     "TensorSpec",
     "WarmPlan",
     "WarmReport",
+    "events",
     "load_package",
+    "no_jit",
     "plan",
     "plans",
     "register",

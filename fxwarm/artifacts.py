@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fxwarm import exc
+from fxwarm import exc, monitor
 from fxwarm.options import Options
 from fxwarm.records import WarmPlan, WarmReport
 from fxwarm.warmup import Warmup, is_capturing
@@ -97,6 +97,7 @@ class WarmCallable(_Base):
             try:
                 self.warmup.settle(args)
                 report = self.warmup.finish(self._bind(args))
+                monitor.watch_process(self.warmup.options)
             except Exception as error:
                 if self.warmup.options.strict:
                     raise
@@ -209,5 +210,4 @@ def hook_precompiled() -> None:
 
 def _define_ops() -> None:
     """Torch's callable may hold our ops: they must exist before it runs."""
-    import fxwarm.ops
-    import fxwarm.ops.mhc  # noqa: F401
+    import fxwarm.ops  # noqa: F401

@@ -54,8 +54,8 @@ def fxwarm(
             planner.prepare(collected.shapes, target)
         weights = {i for places in collected.weights.values() for i in places.values()}
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
-        symbolic.unmark(example_inputs)
-        collected = _with_specialized(collected, symbolic.specialized(gm, example_inputs, weights))
+        fixed = symbolic.settle(gm, example_inputs, weights)
+        collected = _with_specialized(collected, fixed)
     _say(collected, time.perf_counter() - begin)
     warmup = Warmup(collected.shapes, settings, device=device_of(example_inputs), target=target)
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.

@@ -73,6 +73,11 @@ def active() -> Options:
     return _active.get() or resolve()
 
 
+def is_active() -> bool:
+    """Return whether a warmup runs in this thread: what libraries do meanwhile is its work."""
+    return _active.get() is not None
+
+
 @contextlib.contextmanager
 def use(options: Options) -> Iterator[None]:
     """Make ``options`` the active ones inside, in this thread."""

@@ -70,8 +70,7 @@ def load_package(path: str, **kwargs: Any) -> Callable[..., Any]:
     one line says that it is not warmed and what to do.
     """
     with contextlib.suppress(ImportError):
-        import fxwarm.ops
-        import fxwarm.ops.mhc  # noqa: F401  # the package may hold our ops
+        import fxwarm.ops  # noqa: F401  # the package may hold our ops
     loaded = torch._inductor.aoti_load_package(path, **kwargs)
     parcel = loaded.get_metadata().get(FIELD)
     if not parcel:

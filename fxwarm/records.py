@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, Specialization, decode
-from passes.table import Table, call_text, plural, size
+from passes.table import Table, plural, size
+from passes.text import fold, shapes_text
 
 
 class Target(Record, frozen=True):
@@ -136,16 +137,26 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
 
     def table(self) -> Table:
         """Return the plan as a table: a row a kernel, with its witness."""
-        rows = [
-            (p.key.family, p.key.kernel, ", ".join(p.key.template), call_text(p.witness) if p.witness else "by hand")
-            for p in self.planned
-        ]
+        rows, common = [], []
+        groups: dict[tuple[str, str, str], list[Planned]] = {}
+        for p in self.planned:
+            op = p.witness.op if p.witness else "by hand"
+            groups.setdefault((p.key.family, p.key.kernel, op), []).append(p)
+        families = {family for family, _, _ in groups}
+        for (family, kernel, op), group in groups.items():
+            templates, pattern = fold([p.key.template for p in group])
+            if pattern:
+                common.append(f"{kernel}<{pattern}>; the table shows the *")
+            for place, (p, template) in enumerate(zip(group, templates)):
+                names = [kernel, op, *([family] if len(families) > 1 else [])]
+                head = "\n".join(names[place:]) if place == len(group) - 1 else "".join(names[place : place + 1])
+                rows.append((head, template, shapes_text(p.witness) if p.witness else ""))
         libraries = ", ".join(map(str, self.libraries)) or "no library"
         title = f"{plural(len(self), 'kernel')} for {self.target.name} ({self.target.num_sms} SMs) with {libraries}"
-        notes = [f"gap: {gap}" for gap in self.gaps] + [f"note: {note}" for note in self.notes]
+        notes = common + [f"gap: {gap}" for gap in self.gaps] + [f"note: {note}" for note in self.notes]
         if self.reference:
             notes.append(f"reference implementation here: {', '.join(self.reference)}")
-        return Table(title, ("family", "kernel", "template", "smallest call"), rows, notes)
+        return Table(title, ("kernel, op", "template|", "smallest call"), rows, notes)
 
     def __rich__(self) -> Any:
         return self.table().__rich__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ except (ImportError, AttributeError) as _error:  # no restart: plan what Dynamo 
     Retrace = None  # type: ignore[assignment,misc]
 
 _marked = torch.utils.weak.WeakTensorKeyDictionary()
-"""Tensors that were marked once, with the dims: at most one restart a tensor."""
+"""Tensors that are marked now, with the dims: at most one restart a tensor and compile."""
 _before = torch.utils.weak.WeakTensorKeyDictionary()
 """What ``_MARKS`` were on a tensor before it was marked."""
 _MARKS = (
@@ -65,42 +65,73 @@ def retrace_if_static(
         if tensor not in _marked and (dims := _static_dims(node, tensor, how))
     ]
     for tensor, dims in todo:
-        _marked[tensor] = dims
-        _before[tensor] = {name: copy.copy(getattr(tensor, name, None)) for name in _MARKS}
-        for dim in dims:
-            if how == "unbacked":
-                torch._dynamo.decorators.mark_unbacked(tensor, dim)
-            else:  # not mark_dynamic: that makes an error of a model that specialises on its batch
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        _mark(tensor, dims, how)
     if todo:
         raise Retrace(restart_reason="fxwarm: symbolic batch")
 
 
-def unmark(inputs: list[Any]) -> None:
-    """Take the marks of ``retrace_if_static`` off the user's tensors, which may be compiled again by others.
+def mark_leading(tensors: Iterable[Any], how: str) -> None:
+    """Mark the sizes of a module's inputs that count tokens, so that its first trace is symbolic at once."""
+    for tensor in tensors:
+        if torch.is_tensor(tensor) and tensor not in _marked and how != "off":
+            fixed = getattr(tensor, "_dynamo_static_indices", ())
+            dims = [d for d in _leading(tensor) if d not in fixed and tensor.shape[d] >= 2]
+            if dims:
+                _mark(tensor, dims, how)
 
-    To be called before Dynamo makes the guards of the frame: they compare these very attributes.
+
+def _mark(tensor: torch.Tensor, dims: list[int], how: str) -> None:
+    _marked[tensor] = dims
+    _before[tensor] = {name: copy.copy(getattr(tensor, name, None)) for name in _MARKS}
+    for dim in dims:
+        if how == "unbacked":
+            torch._dynamo.decorators.mark_unbacked(tensor, dim)
+        else:  # not mark_dynamic: that makes an error of a model that specialises on its batch
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def settle(
+    gm: torch.fx.GraphModule, inputs: list[Any], weights: Collection[int]
+) -> tuple[Specialization, ...]:
+    """End what ``retrace_if_static`` began: take the marks off, and return the sizes that the model fixed all the same.
+
+    The tensors are the user's and may be compiled again, by us or by others. To be called before Dynamo makes the
+    guards of the frame: they compare these very attributes.
     """
-    for tensor in inputs:
+    fixed = _specialized(gm, inputs, weights)
+    unmark(inputs)
+    return fixed
+
+
+def unmark(tensors: Iterable[Any]) -> None:
+    """Make each tensor what it was before it was marked."""
+    for tensor in tensors:
         for name, value in _before.pop(tensor, {}).items() if torch.is_tensor(tensor) else ():
             if value is not None:
                 setattr(tensor, name, value)
             elif hasattr(tensor, name):
                 delattr(tensor, name)
+        if torch.is_tensor(tensor):
+            _marked.pop(tensor, None)
 
 
-def specialized(
+def _specialized(
     gm: torch.fx.GraphModule, inputs: list[Any], weights: Collection[int]
 ) -> tuple[Specialization, ...]:
-    """Return the sizes that the model fixed although they were marked, and the line of the user's that did it."""
+    """Return the sizes that the model fixed although they were marked, and the line of the user's that did it.
+
+    A tensor of which one leading size stayed symbolic counts as symbolic: of [T, 4, H] the 4 is fixed by every model.
+    """
     out = []
     for _, node, tensor in _activations(gm, inputs, weights):
-        for dim in _marked.get(tensor, ()):
-            value = node.meta.get("example_value")
-            size = _fixed(value.shape[dim]) if value is not None and dim < value.dim() else None
-            if size is not None:
-                name = f"{_source(node)}.size()[{dim}]"
-                out.append(Specialization(name, size, _culprit(value, _source(node), dim)))
+        value = node.meta.get("example_value")
+        marked = [d for d in _marked.get(tensor, ()) if value is not None and d < value.dim()]
+        sizes = [_fixed(value.shape[d]) for d in marked]
+        if any(size is None for size in sizes):
+            continue
+        for dim, size in zip(marked, sizes, strict=True):
+            name = f"{_source(node)}.size()[{dim}]"
+            out.append(Specialization(name, int(size or 0), _culprit(value, _source(node), dim)))
     return tuple(out)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +45,7 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
         weights = {i for places in collected.weights.values() for i in places.values()}
         if collected.shapes:
             symbolic.retrace_if_static(gm, inputs, weights, options.symbolic)
-        symbolic.unmark(inputs)
-        fixed = symbolic.specialized(gm, inputs, weights)
+        fixed = symbolic.settle(gm, inputs, weights)
         found.append(unite([collected.shapes, ShapeSet(specialized=fixed)]))
         for bounded in collected.used_max_size:
             log.info("fxwarm: max_size=%d bounds %s", options.max_size, bounded)
@@ -56,8 +57,50 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
         for name in ("recompile_limit", "accumulated_recompile_limit")
         if hasattr(torch._dynamo.config, name)
     }
-    with torch.no_grad(), torch._dynamo.config.patch(patch):
-        torch.compile(model, backend=backend)(*args, **kwargs)
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    if isinstance(model, torch.nn.Module):
+        # A module's inputs are activations: marked beforehand, it is traced once, not twice.
+        symbolic.mark_leading(leaves, options.symbolic)
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(patch):
+            torch.compile(model, backend=backend)(*args, **kwargs)
+    except Exception as error:
+        contradiction = _find_mismatch(error)
+        if contradiction is None:
+            raise
+        raise exc.ShapeMismatchError(f"{_place_of(model, error, contradiction)}: {contradiction}") from error
+    finally:
+        symbolic.unmark(leaves)
     if failed:
         raise exc.ShapeMismatchError(str(failed[0])) from failed[0]
     return unite(found)
+
+
+def _find_mismatch(error: BaseException | None) -> Exception | None:
+    """Return the shape contradiction that one of our ops raised inside a trace, out of what torch made of it."""
+    from fxwarm import exc
+
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, exc.ShapeMismatchError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _place_of(model: Any, error: BaseException, contradiction: Exception) -> str:
+    """Return the layer that holds tensors of the contradicting shapes, and the user's line, as far as they are known."""
+    import torch
+
+    shapes = {tuple(map(int, text.split(","))) for text in re.findall(r"\w\[([\d, ]+)\]", str(contradiction))}
+    place = ""
+    if isinstance(model, torch.nn.Module) and shapes:
+        for name, module in model.named_modules():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if len(shapes & {tuple(t.shape) for t in tensors}) > 1:
+                place = name or type(module).__name__
+                break
+    stack = getattr(error, "real_stack", None)
+    line = f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}" if stack else ""
+    return " ".join(filter(None, (place, f"({line})" if line else ""))) or "the model"

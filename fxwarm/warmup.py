@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _resident: set[tuple[str, CompileKey]] = set()
 """What this process has loaded: (device, key). The libraries keep loaded kernels for good."""
+_at_work: set[object] = set()
+"""The warmups that plan, build or load at this moment, in whatever thread."""
 _load_lock = threading.RLock()
 """The libraries' own maps have no locks: one thread loads at a time."""
 
@@ -119,11 +121,21 @@ class Warmup:
 
     def _prepare(self) -> None:
         try:
-            with options.use(self.options), torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext():
+            with self._working(), torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext():
                 self._plan_and_build()
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
             self._error = error
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        token = object()
+        _at_work.add(token)
+        try:
+            with options.use(self.options):
+                yield
+        finally:
+            _at_work.discard(token)
 
     @property
     def _is_cuda(self) -> bool:
@@ -175,7 +187,7 @@ class Warmup:
             plan = WarmPlan(self.target, shapes=self.shapes, graph_key=self.graph_key)
         if self._error is not None:
             gaps.append(Gap("warmup", f"{type(self._error).__name__}: {self._error}"))
-        with options.use(self.options), _load_lock, quiet(self.device), memory(self.device) as used:
+        with self._working(), _load_lock, quiet(self.device), memory(self.device) as used:
             failed = {b.key for b in self._built if b.error}
             for family, group in by_family(plan.planned):
                 if family.name in self._absent:
@@ -184,7 +196,7 @@ class Warmup:
                     tune = getattr(family, "tune", None)
                     if tune is not None:
                         tuned += tune(group, bind)
-                    wanted = [p for p in group if p.key not in failed and not self._is_resident(p)]
+                    wanted = [p for p in group if p.key not in failed and not is_resident(self.device, p.key)]
                     loaded += self._load(family, wanted, bind)
                     if self.options.coverage == "full":
                         loaded += self._load(family, every_size(plan, family), bind)
@@ -213,9 +225,6 @@ class Warmup:
             kept_bytes=used["kept"],
         )
         return receipts.keep(plan, report, self.options)
-
-    def _is_resident(self, planned: Planned) -> bool:
-        return (str(self.device), planned.key) in _resident
 
     def _load(self, family: KernelFamily, wanted: Sequence[Planned], bind: Bind) -> list[Loaded]:
         assert self.target is not None
@@ -317,6 +326,16 @@ def device_of(args: Iterable[Any]) -> torch.device:
     """Return the first CUDA device among the tensors in ``args``, else the CPU; without tensors the current device."""
     devices = [a.device for a in args if torch.is_tensor(a)]
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu") if devices else current_device())
+
+
+def is_resident(device: torch.device, key: CompileKey) -> bool:
+    """Return whether this process has loaded ``key`` on ``device``."""
+    return (str(device), key) in _resident
+
+
+def is_at_work() -> bool:
+    """Return whether any warmup plans, builds or loads at this moment."""
+    return bool(_at_work)
 
 
 def is_capturing() -> bool:

@@ -66,8 +66,10 @@ def _is_argument(hole: torch.fx.Node) -> bool:
     root: Any = getattr(hole, "_dynamo_source", None)
     while getattr(root, "base", None) is not None:
         root = root.base
-    return type(root).__name__ != "GlobalSource" and not getattr(
-        root, "is_derefed_cell_contents", False
+    # An argument that an inner function captures is the content of a cell as well, but an input of the frame.
+    from_cell = getattr(root, "is_derefed_cell_contents", False)
+    return type(root).__name__ != "GlobalSource" and (
+        not from_cell or getattr(root, "is_input", False)
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from passes import runs
 from passes.runs import Runs
-from passes.table import Table, call_text, plural, sizes_text
+from passes.table import Table, plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -227,16 +227,21 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
 
     def table(self) -> Table:
         """Return the set as a table: a row a call, then the gaps."""
-        rows = [
-            (call.family, call.op, call_text(call), sizes_text(call), str(site.count), site.place)
-            for call, site in self.items()
-        ]
+        from passes.text import call_lines, place_lines, size_lines
+
+        families = list(dict.fromkeys(call.family for call in self.calls))
+        rows = []
+        for call, site in self.items():
+            name = call.op if len(families) == 1 else f"{call.family}.{call.op}"
+            cells = ([name, *place_lines(site.place)], call_lines(call), size_lines(call))
+            rows.append((*map("\n".join, cells), str(site.count)))
         notes = [f"gap: {gap}" for gap in self.gaps]
         notes += [f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}" for s in self.specialized]
         if self.unknown:
             notes.append("custom ops that no family knows: " + ", ".join(u.op for u in self.unknown))
-        title = f"{plural(len(self), 'kernel call')}, {plural(len(self.gaps), 'gap')}"
-        return Table(title, ("family", "op", "tensors", "sizes", "nodes>", "first place"), rows, notes)
+        of = f" of {families[0]}" if len(families) == 1 else ""
+        title = f"{plural(len(self), 'kernel call')}{of}, {plural(len(self.gaps), 'gap')}"
+        return Table(title, ("call, first place", "tensors", "sizes", "nodes>"), rows, notes)
 
     def __rich__(self) -> Any:
         return self.table().__rich__()

@@ -9,34 +9,23 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import rich.table
 
-    from passes.records import Dim, KernelCall, TensorSpec
-
 FOLD = 40
 """Rows shown of a long table; the rest is counted."""
 
-_SHORT = {
-    "float8_e4m3fn": "f8e4m3",
-    "float8_e5m2": "f8e5m2",
-    "float8_e8m0fnu": "f8e8m0",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "int8": "i8",
-}
-
+WIDTH = 120
+"""Columns of plain text, in a log or a file."""
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns (a name ending in ">" is right-aligned), rows of text, and lines below."""
+    """A title, columns (a name ending in ">" is right-aligned, in "|" never broken), rows of text, and lines below.
+
+    A cell may have several lines; in the first column those after the first are set back.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -64,38 +53,47 @@ class Table:
             title_justify="left",
             title_style="bold",
             box=box.SIMPLE_HEAD,
-            caption="\n".join(self.lines) or None,
+            caption=Text("\n".join(self.lines)) if self.lines else None,
             caption_justify="left",
+            caption_style="dim",
             pad_edge=False,
         )
         for column in self.columns:
-            name = column.removesuffix(">")
-            table.add_column(name, justify="right" if column.endswith(">") else "left", overflow="fold")
-        for row in self.shown:
-            table.add_row(*map(Text, row))
+            justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
+            table.add_column(column.rstrip(">|"), justify=justify, overflow="fold", no_wrap=column.endswith("|"))
+        for first, *rest in self.shown:
+            head, _, below = first.partition("\n")
+            name = Text.assemble(head, ("\n" + below, "dim")) if below else Text(head)
+            table.add_row(name, *map(Text, rest))
         return table
 
     def __str__(self) -> str:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=160, color_system=None).print(self)
+        Console(file=out, width=WIDTH, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
         # currentColor and transparent backgrounds: legible in light and dark themes alike.
-        cell = "padding:2px 12px 2px 0;border:none;background:transparent;vertical-align:top;"
+        cell = "padding:3px 18px 3px 0;border:none;background:transparent;vertical-align:top;white-space:pre-wrap;"
+
+        def show(text: str, first: bool) -> str:
+            head, *below = (html.escape(line) for line in text.split("\n"))
+            if first and below:
+                return f'{head}<div style="opacity:0.7">{"<br>".join(below)}</div>'
+            return "<br>".join((head, *below))
 
         def row(cells: Sequence[str], tag: str, style: str = "") -> str:
-            return "<tr>" + "".join(
+            return "<tr style=\"background:transparent\">" + "".join(
                 f'<{tag} style="{cell}{style}text-align:{"right" if c.endswith(">") else "left"}">'
-                f"{html.escape(text.removesuffix('>') if tag == 'th' else text)}</{tag}>"
-                for text, c in zip(cells, self.columns)
+                f"{show(text.rstrip('>|') if tag == 'th' else text, index == 0)}</{tag}>"
+                for index, (text, c) in enumerate(zip(cells, self.columns))
             ) + "</tr>"  # fmt: skip
 
         head = row(self.columns, "th", "border-bottom:1px solid currentColor;")
         body = "".join(row(r, "td") for r in self.shown)
-        below = "".join(f'<div style="opacity:0.75">{html.escape(line)}</div>' for line in self.lines)
+        below = "".join(f'<div style="opacity:0.7">{html.escape(line)}</div>' for line in self.lines)
         return (
             f"<div><b>{html.escape(self.title)}</b>"
             f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
@@ -115,44 +113,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def tensor_text(spec: TensorSpec) -> str:
-    """Return a tensor as in "f8e4m3[s0, 7168]"."""
-    return f"{_SHORT.get(spec.dtype, spec.dtype)}[{', '.join(d.expr for d in spec.dims)}]"
-
-
-def call_text(call: KernelCall) -> str:
-    """Return the tensors and arguments of a call that say what it is: no scales, no defaults."""
-    parts = [f"{name} {tensor_text(spec)}" for name, spec in call.tensors if not _is_side(name, spec)]
-    parts += [f"{name}={value}" for name, value in call.attrs if value not in (None, False, (), "")]
-    return "  ".join(parts)
-
-
-def range_text(dim: Dim) -> str:
-    """Return what a dimension can be: "7168", "1..8192", "1024..81792 (527 values)"."""
-    from passes import runs
-
-    if dim.is_static:
-        return dim.expr
-    upper = "∞" if dim.upper is None else str(dim.upper)
-    span = f"{dim.lower}..{upper}"
-    if dim.values is None:
-        return f"{span} (bounds only)"
-    count = runs.size(dim.values)
-    dense = dim.upper is not None and count == dim.upper - dim.lower + 1
-    return span if dense else f"{span} ({count:,} values)"
-
-
-def sizes_text(call: KernelCall) -> str:
-    """Return each dynamic dimension of a call with its range, once: "s0: 1..8192"."""
-    seen: dict[str, str] = {}
-    for _, spec in call.tensors:
-        for dim in spec.dims:
-            if not dim.is_static:
-                seen.setdefault(dim.expr, f"{dim.expr}: {range_text(dim)}")
-    return "; ".join(seen.values())
-
-
-def _is_side(name: str, spec: TensorSpec) -> bool:
-    return name.endswith(("_sf", "scale")) or spec.dtype in ("int32", "int64")

@@ -13,7 +13,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from fxwarm.ops.mhc_splits import BLOCK
+from fxwarm.families.mhc.splits import BLOCK
 
 
 def prenorm_reference(

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import fxwarm
+import fxwarm.exc
+import fxwarm.ops
 from fxwarm import artifacts, family, warmup
 from fxwarm.backend import fxwarm as backend
 from tests import toy_family
@@ -322,3 +324,45 @@ def test_plan_and_warm_by_hand():
     report = fxwarm.warm(plan)
     assert report.status == "complete" and len(report.built) == 3 and len(report.loaded) == 3
     assert fxwarm.warm(plan).built == ()
+
+
+class Captures(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Model(8), Model(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum([layer(x) for layer in self.layers])  # before Python 3.12 x is a cell here
+
+
+def test_an_input_that_an_inner_function_captures_stays_symbolic():
+    with torch.device("meta"):
+        model, x = Captures(), torch.empty(5, 8)
+    (call,) = fxwarm.trace(model, x).calls
+    assert (call["x"].dims[0].lower, call["x"].dims[0].upper) == (1, 8192)
+
+
+def test_the_same_input_can_be_traced_for_several_models():
+    with torch.device("meta"):
+        x, models = torch.empty(5, 8), [Model(8), Model(8), Two()]
+    for model in models:
+        assert not fxwarm.trace(model, x).calls[0]["x"].dims[0].is_static
+
+
+def test_a_contradiction_is_refused_at_trace_with_the_layer_and_both_shapes():
+    class Wrong(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.empty(8, 256, 512, dtype=torch.float8_e4m3fn), False)
+            self.sf = torch.nn.Parameter(torch.empty(4, 2, 4), False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, a_sf = x.to(torch.float8_e4m3fn), x.new_empty(x.shape[0], 4)
+            d, ids = x.new_empty(x.shape[0], 256, dtype=torch.bfloat16), x.new_empty(x.shape[0], dtype=torch.int32)
+            torch.ops.fxwarm.m_grouped_fp8_gemm_nt_contiguous(a, a_sf, self.w, self.sf, d, ids)
+            return d
+
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(torch.nn.Identity(), Wrong()), torch.empty(256, 512)
+    with pytest.raises(fxwarm.exc.ShapeMismatchError, match=r"^1 .*\[4, 2, 4\].*\[8, 256, 512\]"):
+        fxwarm.trace(model, x)

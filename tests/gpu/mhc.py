@@ -209,7 +209,7 @@ def check_numerics(hidden: int) -> dict[str, Any]:
 
 def run_phase(args: argparse.Namespace) -> dict[str, Any]:
     """Do one phase in this process."""
-    from fxwarm.ops.mhc_splits import num_splits
+    from fxwarm.families.mhc.splits import num_splits
 
     first: dict[int, int] = {}
     import torch

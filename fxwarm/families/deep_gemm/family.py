@@ -91,6 +91,7 @@ class DeepGemm:
         Nothing is yielded where it compiles through NVRTC: there the model serves.
         """
         from fxwarm.families.deep_gemm.recorder import recorder_for
+        from fxwarm.families.mhc import splits
 
         if toolchain.uses_nvrtc(_generation(library)):
             log.warning(
@@ -98,7 +99,8 @@ class DeepGemm:
                 "compiled one after the other when they are loaded; unset it to build in parallel"
             )
             return
-        yield from recorder_for(target, library).record(calls)
+        resolved = [splits.resolve(call, target.num_sms) for call in calls]
+        yield from recorder_for(target, library).record(resolved)
 
     def drift(self, modelled: Sequence[Planned], recorded: Sequence[Planned]) -> list[str]:
         """Return where the model and the library disagree."""

@@ -17,6 +17,7 @@ from fxwarm.families.deep_gemm import shapes
 from fxwarm.families.deep_gemm.describe import describe, place_of, settings_of, version_of
 from fxwarm.families.deep_gemm.entries import NO_MODEL, spelling
 from fxwarm.families.deep_gemm.match import FAMILY
+from fxwarm.families.mhc import splits
 from fxwarm.records import CompileKey, Library, Planned, Target
 from passes.records import Dim, Gap, KernelCall, TensorSpec
 
@@ -41,8 +42,10 @@ def keys(calls: Sequence[KernelCall], target: Target, library: Library) -> Itera
             yield Gap(call.op, str(error), family=FAMILY)
         return
     found: dict[CompileKey, tuple[int, Planned]] = {}
-    for call in calls:
+    for unresolved in calls:
+        call = unresolved
         try:
+            call = splits.resolve(call, target.num_sms)
             for kernel, rows, witness in _kernels(call, version, settings, library):
                 key = key_of(kernel)
                 if key not in found or rows < found[key][0]:

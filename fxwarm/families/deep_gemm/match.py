@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxwarm.families.deep_gemm import shapes
 from fxwarm.families.deep_gemm.entries import ENTRIES, UNCOVERED, Entry, spelling
+from fxwarm.families.mhc import splits as mhc_splits
 
 if TYPE_CHECKING:
     from passes.calls import SymTensor
@@ -75,7 +76,8 @@ def match(op: OpCall) -> Iterable[KernelCall | Gap]:
     for part, reason in UNCOVERED.items():
         if part in name:
             return (_gap(op, reason),)
-    return ()
+    prenorm = mhc_splits.prenorm_call(op)  # an mHC op runs one of our GEMMs before its own kernel
+    return () if prenorm is None else (prenorm,)
 
 
 def _canonical(op: OpCall, entry: Entry) -> KernelCall | None:

@@ -14,7 +14,7 @@ from typing import Any
 from fxwarm.families.tilelang import declarations
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.ops import mhc_factories as factories
-from fxwarm.ops.mhc_splits import expression
+from fxwarm.families.mhc.splits import expression
 from fxwarm.records import Library, Target
 from passes.records import Dim, KernelCall
 

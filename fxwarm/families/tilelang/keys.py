@@ -12,7 +12,7 @@ from typing import Any
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.families.tilelang.kernels import Unknown, Use, uses
 from fxwarm.families.tilelang.statics import FAMILY, Static, make_key
-from fxwarm.ops.mhc_splits import BLOCK
+from fxwarm.families.mhc.splits import BLOCK
 from fxwarm.records import CompileKey, Library, Planned, Target
 from passes.records import Dim, Gap, KernelCall
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fxwarm.families.tilelang import declarations
 from fxwarm.families.tilelang.statics import FAMILY
-from fxwarm.ops import mhc_calls
+from fxwarm.families.mhc import calls as mhc_calls
 from passes.records import Gap, KernelCall
 
 

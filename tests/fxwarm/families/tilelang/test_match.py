@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxwarm.families.tilelang import TileLang, declare, undeclare
-from fxwarm.ops.mhc_splits import prenorm_call, resolve
+from fxwarm.families.mhc.splits import prenorm_call, resolve
 from fxwarm.records import Target
 from passes.collect import collect
 from tests.fxwarm.families.tilelang.test_keys import LIBRARY, planned, splits

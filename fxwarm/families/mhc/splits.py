@@ -71,7 +71,7 @@ def prenorm_call(op: Any) -> KernelCall | None:
     Facts:
         KernelCall(deep_gemm, tf32_hc_prenorm_gemm, a=bfloat16[s0, 16384], b=float32[24, 16384], num_splits="mhc")
     """
-    from fxwarm.ops.mhc_calls import read
+    from fxwarm.families.mhc.calls import read
 
     layer = read(op)
     if layer is None or layer.a is None or layer.b is None:

@@ -1,0 +1,1 @@
+"""One room a kernel library; everything that knows a library lives in its room."""

@@ -1,0 +1,236 @@
+"""Nothing JITs after warmup: counts, names or stops whatever does.
+
+    with fxwarm.no_jit("count") as seen:
+        serve()
+    assert not seen, seen
+
+Two sources. *Watchers* are told by the libraries themselves (hooks, or the kernel's notice that a file of a cache was
+made or opened) and cost nothing per call. *Guards* see each call of a JIT op before its library does, know its shape
+and can stop it; they cost a look-up per call and only while they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+from fxwarm import exc, learned, options, warmup, watchers
+from fxwarm.jit_event import JitEvent
+from passes.table import Table
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["count", "warn", "raise"]
+
+_lock = threading.RLock()
+_active: list[Seen] = []
+_stops: dict[str, Callable[[], None]] = {}
+_inside = threading.local()
+"""The kernel that a guarded call of this thread is making now: what a watcher sees meanwhile is the same work."""
+
+
+class Seen:
+    """The JIT work that one monitor saw, in order, each piece once. Reads like a list of ``JitEvent``."""
+
+    def __init__(self, mode: Mode = "count", *, calls: bool = True, learn: bool = False) -> None:
+        self.mode, self.calls, self.learn = mode, calls or learn, learn
+        self._events: dict[tuple[str, object], JitEvent] = {}
+
+    @property
+    def events(self) -> list[JitEvent]:
+        """The events so far. Waits until what the operating system has to say has been read."""
+        watchers.drain()
+        return list(self._events.values())
+
+    @property
+    def count(self) -> int:
+        """How many pieces of JIT work were seen."""
+        return len(self.events)
+
+    @property
+    def counts(self) -> dict[tuple[str, str], int]:
+        """How many, by (library, kind)."""
+        return dict(Counter((e.library, e.kind) for e in self.events))
+
+    def add(self, event: JitEvent) -> bool:
+        """Keep ``event`` unless the same work is known; return whether it was new."""
+        new = event.identity not in self._events
+        if new:
+            self._events[event.identity] = event
+        return new
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[JitEvent]:
+        return iter(self.events)
+
+    def __getitem__(self, index: int) -> JitEvent:
+        return self.events[index]
+
+    def table(self) -> Table:
+        """Return the events as a table, the worst first."""
+        rows = [
+            (e.library, e.kind, e.op, str(e.key or ""), e.shape, f"{e.seconds:.3f}", e.place)
+            for e in sorted(self.events, key=lambda e: -e.severity)
+        ]
+        title = f"{len(rows)} builds, loads, tunings or traces after warmup"
+        return Table(title, ("library", "kind", "op", "kernel", "shape", "s>", "place"), rows, [])
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+@contextlib.contextmanager
+def no_jit(mode: Mode = "warn", *, calls: bool = True, learn: bool = False) -> Iterator[Seen]:
+    """Watch what runs inside for builds, loads, tunings and traces; yield what was seen.
+
+    "count" keeps quiet, "warn" logs one line each, "raise" raises JitError before the work begins where the library
+    can be stopped (ops seen by a guard, TileLang, Triton, Dynamo), else on leaving. ``calls=False`` uses the watchers
+    alone: nothing per call, but no shapes, and a DeepGEMM load is known by its file only. ``learn`` adds what was seen
+    to the stored plan, so that the next start covers it.
+
+    Raises OptionError for another mode.
+    """
+    if mode not in get_args(Mode):
+        raise exc.OptionError(f"no_jit mode is {mode!r}; give 'count', 'warn' or 'raise'")
+    seen = Seen(mode, calls=calls, learn=learn)
+    _start(seen)
+    try:
+        yield seen
+        late = seen.events if mode == "raise" else []
+        if late:  # seen from outside, when it was done already
+            raise exc.JitError(f"{late[0]}; {len(late)} in all")
+    finally:
+        watchers.drain()
+        _stop(seen)
+        if learn:
+            learned.keep(list(seen._events.values()))
+
+
+def watch_process(settings: options.Options) -> None:
+    """Watch from now to the end of the process, as ``fxwarm.monitor`` and ``fxwarm.learn`` say. Called after a warmup.
+
+    A second call only looks for libraries and ops that came since. "count" and "warn" add nothing to a call.
+    """
+    if settings.monitor == "off" and not settings.learn:
+        return
+    mode: Mode = "count" if settings.monitor == "off" else settings.monitor
+    with _lock:
+        mine = next((s for s in _active if s is _process), None)
+        if mine is None:
+            _process.mode, _process.learn = mode, settings.learn
+            _process.calls = settings.learn or mode == "raise"
+            _start(_process)
+        else:
+            _refresh()
+
+
+_process = Seen(calls=False)
+
+
+def events() -> list[JitEvent]:
+    """Return what ``fxwarm.monitor`` has seen in this process since its first warmup."""
+    return _process.events
+
+
+def stop_process() -> None:
+    """End what ``watch_process`` began, and forget what it saw."""
+    with _lock:
+        if _process in _active:
+            _stop(_process)
+        _process._events.clear()
+
+
+def report(event: JitEvent, before: bool = False) -> None:
+    """Take one event from a watcher. ``before``: the work has not begun, so "raise" can stop it.
+
+    Whatever a warmup does in this thread is its job, and no event.
+    """
+    if options.is_active() or not _active:
+        return
+    if getattr(_inside, "depth", 0) and not before:
+        return  # the guard around this call reports it, with its shape
+    event = learned.explain(event)
+    if not before or any(s.mode == "raise" for s in _active):
+        _tell(event, before)
+
+
+def _tell(event: JitEvent, before: bool) -> None:
+    stop = False
+    for seen in list(_active):
+        if seen.add(event):
+            if seen.mode == "warn":
+                log.warning("fxwarm: %s", event)
+            if seen.learn and seen is _process:
+                learned.keep([event])
+        stop |= before and seen.mode == "raise"
+    if stop:
+        raise exc.JitError(str(event))
+
+
+def _around(misses: list[Any], call: Callable[[], Any]) -> Any:
+    """Run a call that needs kernels which this process has not loaded: name them, and stop it if asked."""
+    if options.is_active():
+        return call()
+    capturing = warmup.is_capturing()
+    found = [learned.event_of(miss, capturing) for miss in misses]
+    if not any(s.calls for s in _active):
+        return call()
+    if capturing or any(s.mode == "raise" for s in _active):
+        for event in found:
+            _tell(event, before=True)
+    begin = time.perf_counter()
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        return call()
+    finally:
+        _inside.depth -= 1
+        seconds = time.perf_counter() - begin
+        for event in found:
+            _tell(learned.with_seconds(event, seconds), before=False)
+
+
+def _start(seen: Seen) -> None:
+    with _lock:
+        _active.append(seen)
+        _refresh()
+
+
+def _refresh() -> None:
+    from fxwarm import guards
+
+    for name, start in watchers.sources().items():
+        if name not in _stops:
+            try:
+                stop = start(report)
+                if stop is not None:
+                    _stops[name] = stop
+            except Exception as error:
+                log.warning("fxwarm: %s cannot be watched: %s", name, error)
+    if any(s.calls for s in _active):
+        guards.install(_around)
+
+
+def _stop(seen: Seen) -> None:
+    from fxwarm import guards
+
+    with _lock:
+        _active.remove(seen)
+        if not any(s.calls for s in _active):
+            guards.remove()
+        if not _active:
+            for stop in _stops.values():
+                stop()
+            _stops.clear()

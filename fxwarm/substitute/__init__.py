@@ -1,0 +1,30 @@
+"""Plain calls of kernel libraries become ops of the graph while fxwarm traces, and nowhere else.
+
+User's code:
+    deep_gemm.fp8_gemm_nt((x, x_sf), (w, w_sf), d)
+
+Graph:
+    fxwarm.fp8_gemm_nt(x, x_sf, w, w_sf, d)
+
+A Python, pybind or tvm-ffi function breaks Dynamo's graph and vanishes from it. For the very object that the library
+exports, under whatever name the user's code holds it, Dynamo is given our op instead, which calls that function. No
+library is changed and nothing is patched in code that runs: ``backend="inductor"`` and eager code see the original.
+What no op can express is left to the original and becomes a gap.
+"""
+
+from __future__ import annotations
+
+from fxwarm.substitute import dynamo
+from fxwarm.substitute.functions import take_refusals
+
+__all__ = ["install", "remove", "take_refusals"]
+
+
+def install() -> bool:
+    """Let Dynamo show library calls to fxwarm; return whether this torch allows it. Harmless when repeated."""
+    return dynamo.install()
+
+
+def remove() -> None:
+    """Take ``install`` back: what is compiled stays as it is, later traces see the original functions."""
+    dynamo.remove()

@@ -1,0 +1,229 @@
+"""Which functions of which libraries have an op, and how a call of one is written as a call of the other.
+
+    deep_gemm.fp8_gemm_nt((x, x_sf), (w, w_sf), d, compiled_dims="nk")
+    {"a": x, "a_sf": x_sf, "b": w, "b_sf": w_sf, "d": d, "compiled_dims": "nk"}
+
+Arguments are bound by the signature of the build at hand, as optional ones have moved between versions. No torch._dynamo
+here: a value is whatever the caller passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fxwarm.families.deep_gemm.entries import ENTRIES
+from passes.records import Gap
+
+UNKNOWN = object()
+"""A value that is not known while tracing: a tensor, a symbolic size."""
+
+
+class Refused(Exception):
+    """A call that no op can express. The text says why."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Substitute:
+    """A function of a library and the op that stands for it in a graph.
+
+    ``positional`` are its leading arguments under the op's names, "a,a_sf" being one that it takes as a pair;
+    ``output`` the argument that the op cannot have, into which the result is copied; ``wraps`` says that the function
+    returns a list. ``op`` is empty where there is none, and ``reason`` says why.
+    """
+
+    library: str
+    name: str
+    function: Any
+    op: str = ""
+    positional: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
+    output: str = ""
+    wraps: bool = False
+    reason: str = ""
+
+
+def find_substitutes() -> dict[int, Substitute]:
+    """Return the functions of the libraries that this process has imported, by the id of the function object.
+
+    Imports nothing. A library whose ops torch knows by itself (sgl-deep-gemm from 0.2.3) needs no substitute.
+    """
+    found: dict[int, Substitute] = {}
+    for library, homes, entries in _LIBRARIES:
+        for home in homes:
+            holder = sys.modules.get(home)
+            for name, make in entries().items() if holder is not None else ():
+                function = getattr(holder, name, None)
+                if callable(function) and not _is_op(function) and not _registers(library, name):
+                    found.setdefault(id(function), make(library, name, function))
+    return found
+
+
+def check_build(known: Substitute) -> None:
+    """Raise Refused unless the op calls the build that ``known.function`` is of: several may be installed."""
+    from fxwarm.exc import LibraryError
+    from fxwarm.ops import _library
+
+    try:
+        module = _library.load_library(known.library)
+    except LibraryError as error:
+        raise Refused(str(error)) from error
+    if known.library == "deep_gemm" and getattr(module, known.name, None) is not known.function:
+        raise Refused(
+            f"the ops call {module.__name__}, this is another build; name this one with fxwarm.ops.use_library"
+        )
+
+
+def bind(
+    known: Substitute,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    constant: Callable[[Any], Any],
+    unpack: Callable[[Any], Sequence[Any]],
+) -> tuple[dict[str, Any], Any]:
+    """Return the arguments of the op by name, and the tensor that the result goes to, if the call names one.
+
+    ``constant`` gives the Python value of an argument, or UNKNOWN; ``unpack`` the parts of a tuple or list. Raises
+    Refused where the op lacks an argument that the call sets.
+    """
+    names, defaults = parameters(known.function)
+    names = (*known.positional, *names[len(known.positional) :])
+    aliases = dict(zip(parameters(known.function)[0], names, strict=False))
+    if len(args) > len(names):
+        raise Refused(f"it gets {len(args)} positional arguments, of which {len(names)} are known")
+    given: dict[str, Any] = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        given[_part_of(known, aliases.get(name, name))] = value
+    output = given.pop(known.output, None) if known.output else None
+    if output is not None and constant(output) is None:
+        output = None
+    out: dict[str, Any] = {}
+    for part in known.positional:
+        if part not in given:
+            raise Refused(f"it lacks the argument {part.partition(',')[0]}")
+        value = given.pop(part)
+        if "," not in part:
+            out[part] = value
+            continue
+        parts = unpack(value)
+        if len(parts) != part.count(",") + 1:
+            raise Refused(f"{part.partition(',')[0]} is no pair of a tensor and its scales")
+        out.update(zip(part.split(","), parts, strict=True))
+    for name, value in given.items():
+        if name in known.optional:
+            out[name] = value
+        elif not _is_default(constant(value), name, defaults):
+            raise Refused(f"the op has no argument {name}")
+    return out, output
+
+
+def parameters(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of the parameters of ``function`` in order, and their defaults; empty where none can be told.
+
+    A pybind11 function has no signature, but its docstring begins with one.
+    """
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        head = (getattr(function, "__doc__", None) or "").partition("->")[0]
+        return tuple(re.findall(r"[(,]\s*(\w+):", head)), {}
+    plain = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return tuple(p.name for p in plain), {p.name: p.default for p in plain if p.default is not p.empty}
+
+
+def refuse(known: Substitute, reason: str, place: str = "") -> None:
+    """Note that a call stays as it is; the graph that is being traced gets a gap."""
+    gap = Gap(f"{known.library}.{known.name}", f"{reason}; the call is left as it is and not warmed", place)
+    _refused[gap] = None
+
+
+def take_refusals() -> tuple[Gap, ...]:
+    """Return the gaps noted since the last call, and forget them."""
+    gaps = tuple(_refused)
+    _refused.clear()
+    return gaps
+
+
+_refused: dict[Gap, None] = {}
+_QUIET = {"ensure_zero_padding": True}  # set by default, and the op's only behaviour
+
+
+def _deep_gemm() -> dict[str, Callable[..., Substitute]]:
+    return {name: _deep_gemm_substitute for entry in ENTRIES.values() for name in entry.names}
+
+
+def _deep_gemm_substitute(library: str, name: str, function: Any) -> Substitute:
+    entry = next(e for e in ENTRIES.values() if name in e.names)
+    arguments = _op_arguments(entry.op)
+    if not arguments:
+        return Substitute(library, name, function, reason=f"fxwarm has no op for {name}")
+    optional = frozenset(entry.optional) & frozenset(arguments)
+    return Substitute(library, name, function, entry.op, entry.positional, optional)
+
+
+def _flashinfer() -> dict[str, Callable[..., Substitute]]:
+    return {"cutlass_fused_moe": _by_name, "bmm_fp8": _by_name, "mono_moe": _by_name}
+
+
+def _by_name(library: str, name: str, function: Any) -> Substitute:
+    arguments = _op_arguments(name)
+    required = tuple(n for n, has_default in arguments.items() if not has_default)
+    known = parameters(function)[0]
+    # what the library lets one leave out may be required by the op, and the other way round
+    positional = tuple(n for n in known if n in required) or required
+    while positional and known[: len(positional)] != positional:
+        positional = positional[:-1]
+    optional = frozenset(arguments) - frozenset(positional)
+    output = "out" if name == "bmm_fp8" else "output"
+    return Substitute(
+        library, name, function, name, positional, optional, output, wraps=name == "cutlass_fused_moe"
+    )
+
+
+_LIBRARIES: tuple[tuple[str, tuple[str, ...], Callable[[], dict[str, Callable[..., Substitute]]]], ...] = (
+    ("deep_gemm", ("deep_gemm", "vllm.third_party.deep_gemm"), _deep_gemm),
+    ("flashinfer", ("flashinfer", "flashinfer.fused_moe"), _flashinfer),
+)
+
+
+def _op_arguments(op: str) -> dict[str, bool]:
+    """Return the arguments of ``fxwarm::op`` with whether each has a default; empty where there is no such op."""
+    import torch
+
+    import fxwarm.ops  # noqa: F401  (defines the ops)
+
+    packet = getattr(torch.ops.fxwarm, op, None)
+    if packet is None:
+        return {}
+    return {a.name: a.has_default_value() for a in packet.default._schema.arguments}
+
+
+def _registers(library: str, name: str) -> bool:
+    import torch
+
+    return library == "deep_gemm" and any(
+        hasattr(torch.ops.deep_gemm, n) for n in next(e for e in ENTRIES.values() if name in e.names).names
+    )
+
+
+def _is_op(function: Any) -> bool:
+    import torch
+
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def _part_of(known: Substitute, name: str) -> str:
+    """Return the positional part called ``name``: the pair "a,a_sf" is passed as ``a=``."""
+    return next((p for p in known.positional if p.partition(",")[0] == name), name)
+
+
+def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
+    if value is UNKNOWN:
+        return False
+    return value is None or value is False or (name in _QUIET and value == _QUIET[name]) or (
+        name in defaults and type(value) is type(defaults[name]) and value == defaults[name]
+    )
