@@ -147,7 +147,7 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
             templates, pattern = fold([p.key.template for p in group])
             if pattern:
                 common.append(f"{kernel}<{pattern}>; the table shows the *")
-            for place, (p, template) in enumerate(zip(group, templates)):
+            for place, (p, template) in enumerate(zip(group, templates, strict=True)):
                 names = [kernel, op, *([family] if len(families) > 1 else [])]
                 head = "\n".join(names[place:]) if place == len(group) - 1 else "".join(names[place : place + 1])
                 rows.append((head, template, shapes_text(p.witness) if p.witness else ""))

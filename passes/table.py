@@ -20,6 +20,7 @@ FOLD = 40
 WIDTH = 120
 """Columns of plain text, in a log or a file."""
 
+
 @dataclass(frozen=True)
 class Table:
     """A title, columns (a name ending in ">" is right-aligned, in "|" never broken), rows of text, and lines below.
@@ -60,7 +61,9 @@ class Table:
         )
         for column in self.columns:
             justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
-            table.add_column(column.rstrip(">|"), justify=justify, overflow="fold", no_wrap=column.endswith("|"))
+            table.add_column(
+                column.rstrip(">|"), justify=justify, overflow="fold", no_wrap=column.endswith("|")
+            )
         for first, *rest in self.shown:
             head, _, below = first.partition("\n")
             name = Text.assemble(head, ("\n" + below, "dim")) if below else Text(head)
@@ -86,17 +89,19 @@ class Table:
 
         def row(cells: Sequence[str], tag: str, style: str = "") -> str:
             return "<tr style=\"background:transparent\">" + "".join(
-                f'<{tag} style="{cell}{style}text-align:{"right" if c.endswith(">") else "left"}">'
+                f'<{tag} style="{cell}{style}{"font-family:monospace;" if c.endswith("|") and tag == "td" else ""}text-align:{"right" if c.endswith(">") else "left"}">'
                 f"{show(text.rstrip('>|') if tag == 'th' else text, index == 0)}</{tag}>"
-                for index, (text, c) in enumerate(zip(cells, self.columns))
+                for index, (text, c) in enumerate(zip(cells, self.columns, strict=True))
             ) + "</tr>"  # fmt: skip
 
         head = row(self.columns, "th", "border-bottom:1px solid currentColor;")
         body = "".join(row(r, "td") for r in self.shown)
-        below = "".join(f'<div style="opacity:0.7">{html.escape(line)}</div>' for line in self.lines)
+        below = "".join(
+            f'<div style="opacity:0.7">{html.escape(line)}</div>' for line in self.lines
+        )
         return (
             f"<div><b>{html.escape(self.title)}</b>"
-            f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
+            f'<table style="border-collapse:collapse;color:inherit;font-size:inherit;font-variant-numeric:tabular-nums">'
             f"<thead>{head}</thead><tbody>{body}</tbody></table>{below}</div>"
         )
 

@@ -1,7 +1,7 @@
 """How records read: tensors, ranges and expressions as people write them, each long expression once under a short name.
 
-    a=f8e4m3[128*((127*Min(128, 8*s0) + 8*s0 + 127)//128), 2048]
-    ->  "a f8e4m3[M, 2048]",  "M = 128*ceil((127*min(128, 8*s0) + 8*s0)/128)"
+a=f8e4m3[128*((127*Min(128, 8*s0) + 8*s0 + 127)//128), 2048]
+->  "a f8e4m3[M, 2048]",  "M = 128*ceil((127*min(128, 8*s0) + 8*s0)/128)"
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SHORTEST = 8
 """Characters from which on an expression gets a name of its own; ``8*s0`` reads well where it stands."""
+
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 _SHORT = {
     "float8_e4m3fn": "f8e4m3",
@@ -72,7 +74,9 @@ def _rounded(base: Any, divisor: Any) -> Any:
 
     constant, rest = base.as_coeff_Add()
     if divisor.is_Integer and constant == divisor - 1 and constant:
-        return sympy.ceiling(sympy.Mul(rest, sympy.Pow(divisor, -1), evaluate=False), evaluate=False)
+        return sympy.ceiling(
+            sympy.Mul(rest, sympy.Pow(divisor, -1), evaluate=False), evaluate=False
+        )
     return sympy.floor(sympy.Mul(base, sympy.Pow(divisor, -1), evaluate=False), evaluate=False)
 
 
@@ -94,8 +98,16 @@ def tensor_text(spec: TensorSpec, names: dict[str, str] | None = None) -> str:
 def call_lines(call: KernelCall) -> list[str]:
     """Return the tensors and arguments of a call that say what it is, a line each: no scales, no defaults."""
     names = aliases(call)
-    parts = [f"{name} {tensor_text(spec, names)}" for name, spec in call.tensors if not _is_side(name, spec)]
-    attrs = [(name, names.get(str(value), value)) for name, value in call.attrs if value not in (None, False, (), "")]
+    parts = [
+        f"{name} {tensor_text(spec, names)}"
+        for name, spec in call.tensors
+        if not _is_side(name, spec)
+    ]
+    attrs = [
+        (name, names.get(str(value), value))
+        for name, value in call.attrs
+        if value not in (None, False, (), "")
+    ]
     return parts + [f"{name}={_attr_text(value)}" for name, value in attrs]
 
 
@@ -107,7 +119,7 @@ def call_text(call: KernelCall) -> str:
 def shapes_text(call: KernelCall) -> str:
     """Return the shapes of a static call without its scales: "17×2048, 5120×2048, 17×5120"."""
     main = [spec for name, spec in call.tensors if not _is_side(name, spec)]
-    return ", ".join("×".join(d.expr for d in spec.dims) or "scalar" for spec in main)
+    return ", ".join(TIMES.join(d.expr for d in spec.dims) or "scalar" for spec in main)
 
 
 def fold(templates: Sequence[tuple[str, ...]]) -> tuple[list[str], str]:
@@ -154,7 +166,9 @@ def size_lines(call: KernelCall) -> list[str]:
                 lines[dim.expr] = f"{dim.expr}: {range_text(dim)}"
             continue
         if dim.expr in names:
-            lines[dim.expr] = f"{names[dim.expr]} = {expr_text(dim.expr)}\n{names[dim.expr]}: {range_text(dim)}"
+            lines[dim.expr] = (
+                f"{names[dim.expr]} = {expr_text(dim.expr)}\n{names[dim.expr]}: {range_text(dim)}"
+            )
         else:
             lines[dim.expr] = f"{dim.expr}: {range_text(dim)}"
     return list(lines.values())
@@ -200,6 +214,11 @@ def _unwrap(text: str, begin: int) -> str:
         if depth == 0:
             end = index
             break
-    if begin and text[begin - 1] == "(" and text[end + 1 : end + 2] == ")" and text[begin - 2 : begin - 1] in ("*", " ", "("):
+    if (
+        begin
+        and text[begin - 1] == "("
+        and text[end + 1 : end + 2] == ")"
+        and text[begin - 2 : begin - 1] in ("*", " ", "(")
+    ):
         return text[: begin - 1] + text[begin : end + 1] + text[end + 2 :]
     return text
