@@ -7,7 +7,7 @@ its model of the library disagrees, the library wins and the difference becomes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fxwarm import exc
 from fxwarm.family import KernelFamily, load_families
@@ -15,6 +15,8 @@ from fxwarm.records import Library, Planned, Target, WarmPlan
 from passes.records import Gap, KernelCall, ShapeSet
 
 log = logging.getLogger(__name__)
+
+OnPlanned = Callable[[KernelFamily, Planned], None]
 
 ONE_BY_ONE = 32
 """Keys with consecutive witness sizes from which on we say that M itself is in the key."""
@@ -28,11 +30,13 @@ def make_plan(
     ask: bool = False,
     max_keys: int = 4096,
     graph_key: str = "",
+    on_planned: OnPlanned | None = None,
 ) -> WarmPlan:
     """Return every kernel that ``shapes`` can need on ``target``, each once, with a witness.
 
     ``libraries`` names builds to plan for, as in ``{"sgl-deep-gemm": "0.1.2"}``; the default is what is installed,
-    else the newest build that the family knows. Raises LibraryError where a name there fits no family.
+    else the newest build that the family knows. ``on_planned`` hears of each kernel that a library names as soon as it
+    does. Raises LibraryError where a name in ``libraries`` fits no family.
     """
     planned: dict[Planned, None] = {}
     used: list[Library] = []
@@ -41,7 +45,9 @@ def make_plan(
         if isinstance(library, exc.LibraryError):
             gaps += [Gap(call.op, str(library), family=family.name) for call in calls]
             continue
-        found, family_gaps, family_notes = _plan_family(family, calls, target, library, ask=ask)
+        found, family_gaps, family_notes = _plan_family(
+            family, calls, target, library, ask=ask, on_planned=on_planned
+        )
         extra = getattr(family, "extra", None)
         if extra is not None:
             found += [p for p in extra(target, library) if p not in found]
@@ -108,7 +114,13 @@ def _runs_on(target: Target, name: str) -> bool:
 
 
 def _plan_family(
-    family: KernelFamily, calls: Sequence[KernelCall], target: Target, library: Library, *, ask: bool
+    family: KernelFamily,
+    calls: Sequence[KernelCall],
+    target: Target,
+    library: Library,
+    *,
+    ask: bool,
+    on_planned: OnPlanned | None,
 ) -> tuple[list[Planned], list[Gap], list[str]]:
     modelled, gaps = _part(family.keys(calls, target, library))
     notes = _one_by_one(modelled)
@@ -116,7 +128,7 @@ def _plan_family(
     if not (ask and record is not None and library.installed and calls):
         return modelled, gaps, notes
     try:
-        recorded, asked_gaps = _part(record(calls, target, library))
+        recorded, asked_gaps = _part(_announced(record(calls, target, library), family, on_planned))
     except exc.LibraryError as error:
         log.warning("fxwarm: %s could not be asked, its model serves: %s", library, error)
         return modelled, [*gaps, Gap(family.name, str(error), family=family.name)], notes
@@ -127,6 +139,15 @@ def _plan_family(
         # The library itself answered, so what the model could not say is no gap any more.
         return recorded, asked_gaps, notes
     return modelled, [*gaps, *asked_gaps], notes
+
+
+def _announced(
+    found: Iterable[Planned | Gap], family: KernelFamily, on_planned: OnPlanned | None
+) -> Iterator[Planned | Gap]:
+    for item in found:
+        if on_planned is not None and isinstance(item, Planned):
+            on_planned(family, item)
+        yield item
 
 
 def _part(found: Iterable[Planned | Gap]) -> tuple[list[Planned], list[Gap]]:

@@ -34,6 +34,7 @@ class Progress:
     def step(self, what: str, seconds: float, error: str = "") -> None:
         """Count one step, done in ``seconds`` or failed with ``error``."""
         self.done += 1
+        self.total = max(self.total, self.done)  # a stream does not know how many it will be
         if self._bar is not None:
             self._bar.advance(self._task)
         level = logging.ERROR if error else logging.INFO

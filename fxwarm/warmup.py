@@ -8,8 +8,10 @@ and device.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -145,37 +147,59 @@ class Warmup:
         begin = time.perf_counter()
         assert self.target is not None
         if self.plan is None:
-            stored = receipts.stored_plan(self)
-            self.plan = stored if stored is not None else make_plan(
-                self.shapes,
-                self.target,
-                self.libraries,
-                ask=True,
-                max_keys=self.options.max_keys,
-                graph_key=self.graph_key,
-            )
+            self.plan = receipts.stored_plan(self)
+        if self.plan is None:
+            streams: dict[str, _Stream] = {}
+
+            def build_at_once(family: KernelFamily, planned: Planned) -> None:
+                if family.name not in streams:
+                    streams[family.name] = _Stream(self, family)
+                streams[family.name].put(planned)
+
+            try:
+                self.plan = make_plan(
+                    self.shapes,
+                    self.target,
+                    self.libraries,
+                    ask=True,
+                    max_keys=self.options.max_keys,
+                    graph_key=self.graph_key,
+                    on_planned=build_at_once,
+                )
+            finally:
+                for stream in streams.values():
+                    stream.close()
         self._build(self.plan)
         self._build_seconds = time.perf_counter() - begin
 
     def _build(self, plan: WarmPlan) -> None:
+        """Build what no stream has built while the plan was made."""
         assert self.target is not None
+        tried = {b.key for b in self._built} | set(self._found)
         for family, group in by_family(plan.planned):
             library = family.library(self.libraries)
             if not library.installed:
                 self._absent[family.name] = f"{library}: install it to warm {len(group)} kernels of {family.name}"
                 continue
-            missing = family.missing(group, self.target)
+            rest = [p for p in group if p.key not in tried]
+            missing = family.missing(rest, self.target)
             lacking = {p.key for p in missing}
-            self._found += [p.key for p in group if p.key not in lacking]
-            build = getattr(family, "build", None)
-            if not missing or build is None:
-                continue
-            if self.target.arch not in getattr(family, "archs", (self.target.arch,)):
-                missing = missing[:1]  # never seen here: the first key shows whether the rest is worth its time
-            with Progress(f"building {family.name}", len(missing)) as progress:
-                for built in build(missing, self.target, jobs(self.options)):
-                    self._built.append(built)
-                    progress.step(str(built.key), built.seconds, built.error)
+            self._found += [p.key for p in rest if p.key not in lacking]
+            if missing and hasattr(family, "build"):
+                if not self._is_proven(family):
+                    missing = missing[:1]  # never seen here: the first key shows whether the rest is worth its time
+                self._run_build(family, missing, len(missing))
+
+    def _is_proven(self, family: KernelFamily) -> bool:
+        """Whether the family was seen to work on this architecture; else one key is tried before the rest."""
+        assert self.target is not None
+        return self.target.arch in getattr(family, "archs", (self.target.arch,))
+
+    def _run_build(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
+        with Progress(f"building {family.name}", total) as progress:
+            for built in family.build(planned, self.target, jobs(self.options)):  # type: ignore[attr-defined]
+                self._built.append(built)
+                progress.step(str(built.key), built.seconds, built.error)
 
     def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
         assert self.target is not None and self.device is not None
@@ -229,7 +253,7 @@ class Warmup:
     def _load(self, family: KernelFamily, wanted: Sequence[Planned], bind: Bind) -> list[Loaded]:
         assert self.target is not None
         out: list[Loaded] = []
-        canary = self.target.arch not in getattr(family, "archs", (self.target.arch,))
+        canary = not self._is_proven(family)
         for group in ([wanted[:1], wanted[1:]] if canary else [wanted]):
             for item in family.load(group, self.target, bind) if group else ():
                 out.append(item)
@@ -241,6 +265,42 @@ class Warmup:
                     f"its other {len(wanted) - 1} kernels are left alone"
                 )
         return out
+
+
+class _Stream:
+    """Builds the kernels of one family while its library is still being asked for more."""
+
+    def __init__(self, warmup: Warmup, family: KernelFamily) -> None:
+        self.warmup, self.family = warmup, family
+        self.usable = hasattr(family, "build") and warmup._is_proven(family)
+        self._queue: queue.SimpleQueue[Planned | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        # The options of the warmup are a context variable, which a thread does not inherit.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name="fxwarm-stream", daemon=True)
+        self._thread.start()
+
+    def put(self, planned: Planned) -> None:
+        if not self.usable:
+            return
+        assert self.warmup.target is not None
+        if self.family.missing([planned], self.warmup.target):
+            self._queue.put(planned)
+        else:
+            self.warmup._found.append(planned.key)
+
+    def close(self) -> None:
+        """Say that nothing more comes, and wait for the builds."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self.warmup._run_build(self.family, iter(self._queue.get, None), 0)
+        except BaseException as error:
+            self._error = error
 
 
 def jobs(options: Options) -> int:

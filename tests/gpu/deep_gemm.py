@@ -268,45 +268,49 @@ def check_names(planned: list[Any]) -> str:
 # Phases: each in a process of its own
 
 
-def fxwarm_cold(calls: list[Any], cache_dir: Path, jobs: int) -> dict[str, Any]:
-    import msgspec
+def make_warmup(calls: list[Any], cache_dir: Path, jobs: int) -> Any:
+    """What the backend makes of a graph with these calls."""
+    from fxwarm.options import resolve
+    from fxwarm.warmup import Warmup
+    from passes.records import ShapeSet, Site
 
+    shapes = ShapeSet(tuple(calls), (Site(),) * len(calls))
+    options = resolve({"jobs": jobs, "cache_dir": str(cache_dir / "fxwarm")})
+    return Warmup(shapes, options)
+
+
+def fxwarm_cold(calls: list[Any], cache_dir: Path, jobs: int) -> dict[str, Any]:
+    """Ask, build and load as the backend does, from a cold cache; then check every call."""
     from fxwarm.families.deep_gemm import DeepGemm
     from fxwarm.records import Planned, Target
-    from passes.records import Gap
 
-    family, target = DeepGemm(), Target.current()
+    target = Target.current()
     with Meter() as whole:
-        library = family.library({})
-        with Meter() as asking:
-            answers = list(family.record(calls, target, library))
-        planned = [p for p in answers if isinstance(p, Planned)]
-        print(f"  asked: {len(planned)} kernels in {asking.seconds:.1f} s", flush=True)
-        missing = family.missing(planned, target)
-        with Meter() as building:
-            built = list(family.build(missing, target, jobs))
-        print(f"  built: {len(built)} in {building.seconds:.1f} s", flush=True)
-        with Meter() as loading:
-            loaded = list(family.load(planned, target, lambda call: None))
-        gaps = [a for a in answers if isinstance(a, Gap)] + family.verify(planned)
-    (cache_dir / "plan.json").write_bytes(msgspec.json.encode(planned))
-    modelled = [p for p in family.keys(calls, target, library) if isinstance(p, Planned)]
-    errors = [f"{x.key}: {x.error}" for x in (*built, *loaded) if x.error]
+        warmup = make_warmup(calls, cache_dir, jobs)
+        report = warmup.finish()
+    print(f"  {whole.seconds:.1f} s: {report.status}", flush=True)
+    family, planned = DeepGemm(), list(warmup.plan.planned)
+    modelled = [
+        p
+        for p in family.keys(calls, target, family.library({}))
+        if isinstance(p, Planned)
+    ]
     return {
-        "library": str(library),
+        "library": str(report.libraries[0]),
+        "status": report.status,
         "kernels": len(planned),
-        "built": sum(not b.error for b in built),
-        "launches": sum(not x.error for x in loaded),
+        "built": sum(not b.error for b in report.built),
+        "launches": sum(not x.error for x in report.loaded),
         "cold_s": round(whole.seconds, 2),
-        "record_s": round(asking.seconds, 2),
-        "build_s": round(building.seconds, 2),
-        "load_s": round(loading.seconds, 2),
-        "nvcc_cpu_s": round(building.cpu, 1),
-        "slowest_kernel_s": round(max((b.seconds for b in built), default=0), 2),
+        "ask_and_build_s": round(report.build_seconds, 2),
+        "load_s": round(sum(x.seconds for x in report.loaded), 2),
+        "nvcc_cpu_s": round(whole.cpu, 1),
+        "slowest_kernel_s": round(max((b.seconds for b in report.built), default=0), 2),
         "peak_bytes": whole.peak,
-        "load_peak_bytes": loading.peak,
-        "errors": errors[:10],
-        "gaps": [str(g) for g in gaps][:10],
+        "load_peak_bytes": report.peak_bytes,
+        "kept_bytes": report.kept_bytes,
+        "errors": [f"{x.key}: {x.error}" for x in report.failed][:10],
+        "gaps": [str(g) for g in report.gaps][:10],
         "drift": family.drift(modelled, planned)[:10],
         "names_reproduced": check_names(planned),
         **sweep_all(calls),
@@ -314,24 +318,19 @@ def fxwarm_cold(calls: list[Any], cache_dir: Path, jobs: int) -> dict[str, Any]:
     }
 
 
-def fxwarm_warm(cache_dir: Path) -> dict[str, Any]:
-    import msgspec
+def fxwarm_warm(calls: list[Any], cache_dir: Path, jobs: int) -> dict[str, Any]:
+    """The next start: the receipt stands, so nothing is asked or built, and every kernel is loaded."""
     import torch
 
-    from fxwarm.families.deep_gemm import DeepGemm
-    from fxwarm.records import Planned, Target
-
     torch.cuda.init()
-    family, target = DeepGemm(), Target.current()
     with Meter() as whole:
-        planned = msgspec.json.decode((cache_dir / "plan.json").read_bytes(), type=list[Planned])
-        missing = family.missing(planned, target)
-        loaded = list(family.load(planned, target, lambda call: None))
-        gaps = family.verify(planned)
+        report = make_warmup(calls, cache_dir, jobs).finish()
     return {
         "warm_s": round(whole.seconds, 2),
-        "warm_built": len(missing) + len(gaps),
-        "warm_launches": sum(not x.error for x in loaded),
+        "warm_status": report.status,
+        "warm_built": len(report.built),
+        "warm_found": len(report.found),
+        "warm_launches": sum(not x.error for x in report.loaded),
         "warm_peak_bytes": whole.peak,
     }
 
@@ -379,7 +378,7 @@ def run_phase(args: argparse.Namespace) -> dict[str, Any]:
     if args.phase == "sweep":
         return serial(make_calls([list(ONE_SHAPE)], [], 1), [list(range(1, TOKENS + 1))])
     if args.phase == "warm":
-        return fxwarm_warm(Path(args.cache))
+        return fxwarm_warm(make_calls(*weights(shapes, args.model)), Path(args.cache), args.jobs)
     return fxwarm_cold(make_calls(*weights(shapes, args.model)), Path(args.cache), args.jobs)
 
 

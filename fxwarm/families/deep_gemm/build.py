@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import queue
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fxwarm import exc, locks
@@ -36,7 +37,7 @@ _BLOCKS = {"1d2d": (5, 6), "1d1d": (4, 5), "bf16_gemm": (6, 7)}
 
 
 def build(
-    planned: Sequence[Planned],
+    planned: Iterable[Planned],
     where: Roots,
     compiler: Compiler,
     *,
@@ -45,29 +46,67 @@ def build(
 ) -> Iterator[Built]:
     """Build every source, the slowest first, ``jobs`` at a time; yield each as it is done.
 
-    An error says what the compiler said; the others go on. A compiler that is too old for an
-    architecture is refused before anything runs. Closing the generator ends what still runs.
+    ``planned`` may still be growing (the recorder names kernels one by one): what is known is built
+    meanwhile. An error says what the compiler said; the others go on. A compiler that is too old for
+    an architecture is refused before anything runs. Closing the generator ends what still runs.
     """
-    sources = [(p.key, p.source) for p in by_cost(planned) if p.source is not None]
-    for p in planned:
-        if p.source is None:
-            yield Built(p.key, error="no source was recorded; it is compiled when it is loaded")
-    refused = _refusals(sources, compiler, where.generation)
-    for key, _ in sources:
-        if key in refused:
-            yield Built(key, error=refused[key])
     work = Work(where, compiler, timeout)
-    sources = _own_start([(key, source) for key, source in sources if key not in refused])
-    with ThreadPoolExecutor(max(1, jobs), thread_name_prefix="fxwarm-nvcc") as pool:
-        running: set[Future[Built]] = {pool.submit(work.build, k, s) for k, s in sources}
+    todo: queue.PriorityQueue[tuple[float, int, Planned | None]] = queue.PriorityQueue()
+    done: queue.SimpleQueue[Built | BaseException | None] = queue.SimpleQueue()
+
+    def feed() -> None:
         try:
-            while running:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
+            if isinstance(planned, Sequence):
+                for place, p in enumerate(_own_start(by_cost(planned))):
+                    todo.put((0.0, place, p))
+            else:
+                for place, p in enumerate(planned):
+                    todo.put((-_cost(p.key), place, p))
+        except BaseException as error:  # it is the caller's iterable: the caller hears of it
+            done.put(error)
         finally:
-            work.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
+            for worker in range(jobs):
+                todo.put((math.inf, worker, None))
+
+    def run() -> None:
+        while (p := todo.get()[2]) is not None:
+            done.put(_build_one(p, work))
+        done.put(None)
+
+    jobs = max(1, jobs)
+    threads = [threading.Thread(target=run, name="fxwarm-nvcc", daemon=True) for _ in range(jobs)]
+    for thread in (threading.Thread(target=feed, name="fxwarm-feed", daemon=True), *threads):
+        thread.start()
+    try:
+        left = jobs
+        while left:
+            item = done.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        work.stop()
+        for worker in range(jobs):
+            todo.put((-math.inf, worker, None))
+        for thread in threads:
+            thread.join()
+
+
+def _build_one(planned: Planned, work: Work) -> Built:
+    if planned.source is None:
+        return Built(planned.key, error="no source was recorded; it is compiled when it is loaded")
+    flag = next((f for f in planned.source.flags if f.startswith("--gpu-architecture=")), "")
+    try:
+        toolchain.check(work.compiler, flag.partition("=")[2] or "sm_90a", work.where.generation)
+    except exc.LibraryError as error:
+        return Built(planned.key, error=str(error))
+    try:
+        return work.build(planned.key, planned.source)
+    except Exception as error:  # a worker must not end before its turn is told
+        return Built(planned.key, error=f"{type(error).__name__}: {error}")
 
 
 def by_cost(planned: Sequence[Planned]) -> list[Planned]:
@@ -85,28 +124,13 @@ def _cost(key: CompileKey) -> int:
     return 0
 
 
-def _own_start(
-    sources: Sequence[tuple[CompileKey, Source]],
-) -> list[tuple[CompileKey, Source]]:
+def _own_start(planned: Sequence[Planned]) -> list[Planned]:
     """Ranks of one machine begin at different kernels, so that they do not wait for each other."""
     rank, ranks = (
         int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
     )
-    at = len(sources) * rank // max(ranks, 1) if 0 <= rank < ranks else 0
-    return [*sources[at:], *sources[:at]]
-
-
-def _refusals(
-    sources: Sequence[tuple[CompileKey, Source]], compiler: Compiler, generation: str
-) -> dict[CompileKey, str]:
-    found: dict[CompileKey, str] = {}
-    for key, source in sources:
-        flag = next((f for f in source.flags if f.startswith("--gpu-architecture=")), "")
-        try:
-            toolchain.check(compiler, flag.partition("=")[2] or "sm_90a", generation)
-        except exc.LibraryError as error:
-            found[key] = str(error)
-    return found
+    at = len(planned) * rank // max(ranks, 1) if 0 <= rank < ranks else 0
+    return [*planned[at:], *planned[:at]]
 
 
 class Work:

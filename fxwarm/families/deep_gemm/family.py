@@ -118,8 +118,8 @@ class DeepGemm:
         found = presence.held(planned, self._roots())
         return [found[p.key] / cache.CUBIN for p in planned if p.key in found]
 
-    def build(self, planned: Sequence[Planned], target: Target, jobs: int) -> Iterator[Built]:
-        """Compile recorded sources into the library's cache; see ``build``.
+    def build(self, planned: Iterable[Planned], target: Target, jobs: int) -> Iterator[Built]:
+        """Compile recorded sources into the library's cache, also while they are still recorded; see ``build``.
 
         Kernels without a source are left to ``load``, which makes the library compile them.
         """
@@ -127,23 +127,30 @@ class DeepGemm:
 
         found = library.find_library({})
         generation = _generation(found)
-        sourced = [p for p in planned if p.source is not None]
-        if not sourced:
+        if isinstance(planned, Sequence) and not any(p.source for p in planned):
             return
+        sourced = self._sourced(planned)
         try:
             compiler = toolchain.find_compiler(generation)
             toolchain.check(compiler, target.arch or "sm_90a", generation)
             needed = toolchain.needs_cuobjdump(library.heuristics_of(found))
             toolchain.check_cuobjdump(compiler, needed=needed)
         except exc.LibraryError as error:
-            yield from (Built(p.key, error=str(error)) for p in sourced)
+            for p in sourced:
+                yield Built(p.key, error=str(error))
             return
         where = cache.writable(self._roots(generation))
         if where != self._roots(generation):
             os.environ.update(cache.environment(where))  # read by the library at its first call
-        self._built |= {p.source.entry for p in sourced if p.source is not None}
         timeout = self.timeout or _option("build_timeout", TIMEOUT)
-        yield from build(sourced, where, compiler, jobs=jobs, timeout=timeout)
+        ready = [*sourced] if isinstance(planned, Sequence) else sourced
+        yield from build(ready, where, compiler, jobs=jobs, timeout=timeout)
+
+    def _sourced(self, planned: Iterable[Planned]) -> Iterator[Planned]:
+        for p in planned:
+            if p.source is not None:
+                self._built.add(p.source.entry)
+                yield p
 
     def load(self, planned: Sequence[Planned], target: Target, bind: Any) -> Iterator[Loaded]:
         """Launch each kernel's witness once on the current device; see ``load``."""

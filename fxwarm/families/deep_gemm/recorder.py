@@ -106,13 +106,12 @@ class Recorder:
         with self._lock:
             try:
                 self.start()
-                found = list(self._ask(sweeps, memory))
+                yield from self._ask(sweeps, memory)
             except BaseException:
                 self.close()  # whatever state it is in, the next request gets a fresh child
                 raise
             if not self._forks:
                 self.close()
-        yield from found
 
     def close(self) -> None:
         """End the child and remove its folder. Harmless to call twice, and in a fork of its owner."""
