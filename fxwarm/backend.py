@@ -7,14 +7,16 @@ wrong here reaches the user's compile, unless ``strict``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from fxwarm import graph_key, planner, symbolic
+from fxwarm import graph_key, planner, substitute, symbolic
 from fxwarm.artifacts import WarmCallable, attach, hook_precompiled
 from fxwarm.family import load_families
 from fxwarm.options import Options, resolve, split
@@ -72,6 +74,8 @@ def fxwarm(
 
 
 hook_precompiled()
+substitute.install()
+substitute.mark(fxwarm)
 
 
 def _no_builds(key: str) -> None:
@@ -84,7 +88,9 @@ def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> C
 
     matchers = [family.match for family in load_families().values()]
     try:
-        return collect(gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops)
+        found = collect(gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops)
+        gaps = (*found.shapes.gaps, *substitute.take_refusals())
+        return dataclasses.replace(found, shapes=msgspec.structs.replace(found.shapes, gaps=gaps))
     except Exception as error:
         if options.strict:
             raise
@@ -94,10 +100,6 @@ def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> C
 
 
 def _with_specialized(collected: Collected, found: tuple[Any, ...]) -> Collected:
-    import dataclasses
-
-    import msgspec
-
     if not found:
         return collected
     shapes = msgspec.structs.replace(collected.shapes, specialized=found)

@@ -24,7 +24,7 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
     """
     import torch
 
-    from fxwarm import exc, symbolic
+    from fxwarm import exc, substitute, symbolic
     from fxwarm.family import load_families
     from fxwarm.options import resolve
     from passes.collect import collect
@@ -51,6 +51,9 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
             log.info("fxwarm: max_size=%d bounds %s", options.max_size, bounded)
         return gm.forward
 
+    substitute.install()
+    substitute.mark(backend)
+    substitute.take_refusals()
     # A limit on recompiles is for serving; one code object may be traced for many configurations.
     patch = {
         name: 1 << 16
@@ -73,7 +76,7 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
         symbolic.unmark(leaves)
     if failed:
         raise exc.ShapeMismatchError(str(failed[0])) from failed[0]
-    return unite(found)
+    return unite([*found, ShapeSet(gaps=substitute.take_refusals())])
 
 
 def _find_mismatch(error: BaseException | None) -> Exception | None:

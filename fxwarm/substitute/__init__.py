@@ -14,10 +14,13 @@ What no op can express is left to the original and becomes a gap.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fxwarm.substitute import dynamo
 from fxwarm.substitute.functions import take_refusals
 
-__all__ = ["install", "remove", "take_refusals"]
+__all__ = ["install", "mark", "remove", "take_refusals"]
 
 
 def install() -> bool:
@@ -28,3 +31,8 @@ def install() -> bool:
 def remove() -> None:
     """Take ``install`` back: what is compiled stays as it is, later traces see the original functions."""
     dynamo.remove()
+
+
+def mark(backend: Callable[..., Any]) -> None:
+    """Make library calls visible while torch.compile traces for ``backend``, a function of one's own around fxwarm's."""
+    setattr(backend, dynamo.MARK, True)

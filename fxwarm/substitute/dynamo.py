@@ -28,7 +28,10 @@ try:
     from torch._dynamo.variables.builder import VariableBuilder
 
     _wrap = VariableBuilder._wrap
-except (ImportError, AttributeError) as _error:  # calls of plain functions break the graph, as without us
+except (
+    ImportError,
+    AttributeError,
+) as _error:  # calls of plain functions break the graph, as without us
     log.info("plain library calls stay invisible on torch %s: %s", torch.__version__, _error)
     VariableBuilder = None  # type: ignore[assignment,misc]
 
@@ -59,7 +62,9 @@ def is_ours(backend: Any) -> bool:
             return False
         if getattr(backend, MARK, False):
             return True
-        backend = next((inner for n in _WRAPPERS if (inner := getattr(backend, n, None)) is not None), None)
+        backend = next(
+            (inner for n in _WRAPPERS if (inner := getattr(backend, n, None)) is not None), None
+        )
     return False
 
 
@@ -68,7 +73,9 @@ def _wrap_visible(self: Any, value: Any) -> Any:
     try:
         known = _table_of(self.tx.output).get(id(value))
         if known is not None and known.function is value:
-            if not isinstance(value, type(install)):  # a Python function is guarded by its code already
+            if not isinstance(
+                value, type(install)
+            ):  # a Python function is guarded by its code already
                 self.install_guards(GuardBuilder.ID_MATCH)
             made.__class__ = _visible_class(type(made), known)
     except Exception as error:  # the user's compile matters more than our view of it
@@ -98,7 +105,9 @@ def _visible_class(base: type, known: Substitute) -> type:
                 functions.refuse(known, str(refused), _place(tx))
             return base.call_function(self, tx, args, kwargs)  # type: ignore[attr-defined]
 
-        _classes[key] = type(base.__name__, (base,), {"known": known, "call_function": call_function})
+        _classes[key] = type(
+            base.__name__, (base,), {"known": known, "call_function": call_function}
+        )
     return _classes[key]
 
 
@@ -141,7 +150,9 @@ def _try(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         return value.node.meta["example_value"] if isinstance(value, torch.fx.Proxy) else value
 
     try:
-        fake_args, fake_kwargs = torch.fx.node.map_aggregate(proxy_args_kwargs(args, kwargs), example)
+        fake_args, fake_kwargs = torch.fx.node.map_aggregate(
+            proxy_args_kwargs(args, kwargs), example
+        )
         with torch.no_grad():
             packet(*fake_args, **fake_kwargs)
     except Exception as error:

@@ -132,12 +132,18 @@ def parameters(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
         head = (getattr(function, "__doc__", None) or "").partition("->")[0]
         return tuple(re.findall(r"[(,]\s*(\w+):", head)), {}
     plain = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return tuple(p.name for p in plain), {p.name: p.default for p in plain if p.default is not p.empty}
+    return tuple(p.name for p in plain), {
+        p.name: p.default for p in plain if p.default is not p.empty
+    }
 
 
 def refuse(known: Substitute, reason: str, place: str = "") -> None:
     """Note that a call stays as it is; the graph that is being traced gets a gap."""
-    gap = Gap(f"{known.library}.{known.name}", f"{reason}; the call is left as it is and not warmed", place)
+    gap = Gap(
+        f"{known.library}.{known.name}",
+        f"{reason}; the call is left as it is and not warmed",
+        place,
+    )
     _refused[gap] = None
 
 
@@ -180,11 +186,20 @@ def _by_name(library: str, name: str, function: Any) -> Substitute:
     optional = frozenset(arguments) - frozenset(positional)
     output = "out" if name == "bmm_fp8" else "output"
     return Substitute(
-        library, name, function, name, positional, optional, output, wraps=name == "cutlass_fused_moe"
+        library,
+        name,
+        function,
+        name,
+        positional,
+        optional,
+        output,
+        wraps=name == "cutlass_fused_moe",
     )
 
 
-_LIBRARIES: tuple[tuple[str, tuple[str, ...], Callable[[], dict[str, Callable[..., Substitute]]]], ...] = (
+_LIBRARIES: tuple[
+    tuple[str, tuple[str, ...], Callable[[], dict[str, Callable[..., Substitute]]]], ...
+] = (
     ("deep_gemm", ("deep_gemm", "vllm.third_party.deep_gemm"), _deep_gemm),
     ("flashinfer", ("flashinfer", "flashinfer.fused_moe"), _flashinfer),
 )
@@ -206,7 +221,8 @@ def _registers(library: str, name: str) -> bool:
     import torch
 
     return library == "deep_gemm" and any(
-        hasattr(torch.ops.deep_gemm, n) for n in next(e for e in ENTRIES.values() if name in e.names).names
+        hasattr(torch.ops.deep_gemm, n)
+        for n in next(e for e in ENTRIES.values() if name in e.names).names
     )
 
 
@@ -224,6 +240,9 @@ def _part_of(known: Substitute, name: str) -> str:
 def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
     if value is UNKNOWN:
         return False
-    return value is None or value is False or (name in _QUIET and value == _QUIET[name]) or (
-        name in defaults and type(value) is type(defaults[name]) and value == defaults[name]
+    return (
+        value is None
+        or value is False
+        or (name in _QUIET and value == _QUIET[name])
+        or (name in defaults and type(value) is type(defaults[name]) and value == defaults[name])
     )

@@ -1,0 +1,367 @@
+"""Plain library calls are nodes of the graph while fxwarm traces, and are nobody else's business."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxwarm
+import fxwarm.backend
+from fxwarm import substitute
+from fxwarm.ops import _gemm, per_token_cast_to_fp8, use_library
+from fxwarm.ops import _library as libraries
+
+EXTENSION = r"""
+#include <Python.h>
+static PyObject *hook = NULL;
+static PyObject *set_hook(PyObject *self, PyObject *f) { Py_XDECREF(hook); Py_INCREF(f); hook = f; Py_RETURN_NONE; }
+static PyObject *gemm(PyObject *self, PyObject *args, PyObject *kwargs) { return PyObject_Call(hook, args, kwargs); }
+static PyMethodDef methods[] = {
+    {"set_hook", set_hook, METH_O, ""},
+    {"fp8_gemm_nt", (PyCFunction)gemm, METH_VARARGS | METH_KEYWORDS,
+     "fp8_gemm_nt(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor], d: torch.Tensor, "
+     "c: Optional[torch.Tensor] = None, recipe: object = None, compiled_dims: str = 'nk') -> None\n"},
+    {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "pybind_like", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_pybind_like(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture(scope="session")
+def pybind_like(tmp_path_factory):
+    """A builtin function with a pybind11 docstring, compiled from C."""
+    folder = tmp_path_factory.mktemp("extension")
+    source, built = folder / "m.c", folder / "pybind_like.so"
+    source.write_text(EXTENSION)
+    include = sysconfig.get_paths()["include"]
+    command = ["cc", "-shared", "-fPIC", "-w", f"-I{include}", str(source), "-o", str(built)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no C compiler, or no Python headers")
+    spec = importlib.util.spec_from_file_location("pybind_like", built)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Calls(list):
+    """What the library's own function was called with."""
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch, calls, fresh):
+    """A DeepGEMM whose functions are Python and compute on the CPU."""
+    module = types.ModuleType("deep_gemm")
+
+    def fp8_gemm_nt(
+        a,
+        b,
+        d,
+        c=None,
+        recipe=None,
+        recipe_a=None,
+        recipe_b=None,
+        compiled_dims="nk",
+        disable_ue8m0_cast=False,
+    ):
+        calls.append("fp8_gemm_nt")
+        _gemm.dense(a=a[0], a_sf=a[1], b=b[0], b_sf=b[1], d=d, c=c, recipe=recipe)
+
+    def m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices):
+        calls.append("grouped")
+        _gemm.contiguous(a=a[0], a_sf=a[1], b=b[0], b_sf=b[1], d=d, grouped_layout=m_indices)
+
+    def bf16_gemm_nn(a, b, d, c=None, compiled_dims="nk"):
+        calls.append("bf16_gemm_nn")
+        d.copy_(a.float() @ b.float())
+
+    for function in (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, bf16_gemm_nn):
+        setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr(libraries, "_chosen", {})
+    substitute.install()
+    return module
+
+
+def weight(n: int = 256, k: int = 128, groups: int = 0):
+    generator = torch.Generator().manual_seed(0)
+    shape = (groups, n, k) if groups else (n, k)
+    bits = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    return bits, torch.rand(*shape[:-2], n // 128, k // 128, generator=generator)
+
+
+class Seen(list):
+    """A backend that fxwarm's view is switched on for, keeping the graphs."""
+
+    def __call__(self, gm, inputs):
+        self.append(gm)
+        return gm.forward
+
+
+@pytest.fixture
+def seen():
+    found = Seen()
+    substitute.mark(found)
+    return found
+
+
+def ops(graphs) -> list[str]:
+    return [str(n.target) for gm in graphs for n in gm.graph.nodes if "fxwarm" in str(n.target)]
+
+
+def linear(gemm):
+    """Return a user's function that calls ``gemm``, which it got hold of by itself."""
+
+    def forward(x, w, sf):
+        a = per_token_cast_to_fp8(x)
+        d = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+        gemm(a, (w, sf), d)
+        return d
+
+    return forward
+
+
+def test_a_python_function_becomes_a_node_by_attribute_and_by_earlier_name(deep_gemm, calls, seen):
+    early = deep_gemm.fp8_gemm_nt
+
+    def forward(x, w, sf):
+        a = per_token_cast_to_fp8(x)
+        d, e = (torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16) for _ in range(2))
+        sys.modules["deep_gemm"].fp8_gemm_nt(a, (w, sf), d)
+        early(list(a), b=(w, sf), d=e, compiled_dims="nk")
+        return d, e
+
+    x, (w, sf) = torch.randn(6, 128), weight()
+    expected = forward(x, w, sf)
+    calls.clear()
+    out = torch.compile(forward, backend=seen, fullgraph=True)(x, w, sf)
+    assert ops(seen) == ["fxwarm.fp8_gemm_nt"] * 2
+    assert not calls
+    assert all(map(torch.equal, out, expected))
+
+
+@pytest.mark.parametrize("form", ["python", "builtin", "partial", "tvm-ffi", "object"])
+def test_every_form_of_function_becomes_a_node(form, request, deep_gemm, calls, seen):
+    python = deep_gemm.fp8_gemm_nt
+    if form == "builtin":
+        extension = request.getfixturevalue("pybind_like")
+        extension.set_hook(python)
+        deep_gemm.fp8_gemm_nt = extension.fp8_gemm_nt
+    elif form == "partial":
+        deep_gemm.fp8_gemm_nt = functools.partial(python)
+    elif form == "tvm-ffi":
+        tvm_ffi = pytest.importorskip("tvm_ffi")
+        deep_gemm.fp8_gemm_nt = tvm_ffi.convert(lambda *args: calls.append("fp8_gemm_nt"))
+    elif form == "object":
+        deep_gemm.fp8_gemm_nt = type(
+            "Kernel", (), {"__call__": lambda self, *args: python(*args)}
+        )()
+    x, (w, sf) = torch.randn(6, 128), weight()
+    expected = linear(python)(x, w, sf)
+    calls.clear()
+    out = torch.compile(linear(deep_gemm.fp8_gemm_nt), backend=seen, fullgraph=True)(x, w, sf)
+    assert ops(seen) == ["fxwarm.fp8_gemm_nt"]
+    assert not calls
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("form", ["python", "tvm-ffi"])
+def test_another_backend_in_the_same_process_sees_the_original(form, deep_gemm, calls, seen):
+    if form == "tvm-ffi":
+        tvm_ffi = pytest.importorskip("tvm_ffi")
+        deep_gemm.fp8_gemm_nt = tvm_ffi.convert(lambda *args: calls.append("fp8_gemm_nt"))
+    forward = linear(deep_gemm.fp8_gemm_nt)
+    x, (w, sf) = torch.randn(6, 128), weight()
+    torch.compile(forward, backend=seen)(x, w, sf)
+    others = []
+
+    def other(gm, inputs):
+        others.append(gm)
+        return gm.forward
+
+    for backend in (other, "inductor"):
+        calls.clear()
+        torch.compile(forward, backend=backend)(x, w, sf)
+        # Dynamo inlines a Python function, and leaves any other to Python
+        assert calls == ["fp8_gemm_nt"]
+    assert ops(seen) == ["fxwarm.fp8_gemm_nt"]
+    assert ops(others) == []
+
+
+def test_eager_code_and_a_removed_hook_see_the_original(deep_gemm, calls, seen):
+    forward = linear(deep_gemm.fp8_gemm_nt)
+    x, (w, sf) = torch.randn(6, 128), weight()
+    forward(x, w, sf)
+    assert calls == ["fp8_gemm_nt"]
+    substitute.remove()
+    torch.compile(forward, backend=seen)(x, w, sf)
+    assert ops(seen) == []
+    assert substitute.install()
+    torch._dynamo.reset()
+    torch.compile(forward, backend=seen)(x, w, sf)
+    assert ops(seen) == ["fxwarm.fp8_gemm_nt"]
+
+
+def test_a_function_that_is_replaced_is_seen_anew(deep_gemm, seen):
+    def forward(x, w, sf):
+        return linear(sys.modules["deep_gemm"].fp8_gemm_nt)(x, w, sf)
+
+    compiled = torch.compile(forward, backend=seen)
+    x, (w, sf) = torch.randn(6, 128), weight()
+    compiled(x, w, sf)
+    deep_gemm.fp8_gemm_nt = lambda a, b, d: d.fill_(7)
+    assert compiled(x, w, sf).eq(7).all() or len(seen) == 2
+    assert ops(seen)
+
+
+def test_grouped_calls_of_2025_bind_their_old_argument_name(deep_gemm, seen):
+    def forward(x, w, sf, ids):
+        d = torch.empty(x.shape[0], w.shape[1], dtype=torch.bfloat16)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            per_token_cast_to_fp8(x), (w, sf), d, m_indices=ids
+        )
+        return d
+
+    x, (w, sf), ids = (
+        torch.randn(256, 128),
+        weight(groups=2),
+        torch.arange(2).repeat_interleave(128).int(),
+    )
+    expected = forward(x, w, sf, ids)
+    out = torch.compile(forward, backend=seen, fullgraph=True)(x, w, sf, ids)
+    assert ops(seen) == ["fxwarm.m_grouped_fp8_gemm_nt_contiguous"]
+    assert torch.equal(out, expected)
+
+
+def test_what_no_op_can_express_stays_as_it_is_and_is_a_gap(deep_gemm, calls):
+    def forward(x, w, sf):
+        d = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+        e = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+        deep_gemm.fp8_gemm_nt(per_token_cast_to_fp8(x), (w, sf), d, recipe_a=(1, 128))
+        deep_gemm.bf16_gemm_nn(d, w.new_ones(256, 256).bfloat16(), e)
+        return d
+
+    x, (w, sf) = torch.randn(6, 128), weight()
+    shapes = fxwarm.trace(forward, x, w, sf)
+    assert [gap.op for gap in shapes.gaps] == ["deep_gemm.fp8_gemm_nt", "deep_gemm.bf16_gemm_nn"]
+    assert "has no argument recipe_a" in shapes.gaps[0].reason
+    assert "has no op for bf16_gemm_nn" in shapes.gaps[1].reason
+    assert "test_visible.py" in shapes.gaps[0].place
+    assert not substitute.take_refusals()
+
+
+def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(deep_gemm, calls, seen):
+    deep_gemm.fp8_gemm_nt = lambda a, b, d: calls.append("packed")
+    forward = linear(deep_gemm.fp8_gemm_nt)
+    x, sf = torch.randn(6, 128), torch.ones(256, 1)
+    torch.compile(forward, backend=seen)(x, torch.zeros(256, 64, dtype=torch.int8), sf)
+    assert calls == ["packed"]
+    assert ops(seen) == []
+    (gap,) = substitute.take_refusals()
+    assert "int8" in gap.reason
+
+
+def test_another_build_than_the_one_that_the_ops_call_is_not_confused_with_it(
+    deep_gemm, calls, seen
+):
+    other = types.ModuleType("hub_build")
+    other.fp8_gemm_nt = lambda a, b, d: None
+    use_library("deep_gemm", other)
+    x, (w, sf) = torch.randn(6, 128), weight()
+    torch.compile(linear(deep_gemm.fp8_gemm_nt), backend=seen)(x, w, sf)
+    assert ops(seen) == []
+    (gap,) = substitute.take_refusals()
+    assert "the ops call hub_build" in gap.reason
+
+
+def test_a_library_that_registers_ops_itself_is_left_alone(deep_gemm, seen):
+    with torch.library._scoped_library("deep_gemm", "DEF") as lib:
+        lib.define(
+            "fp8_fp4_gemm_nt(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d) -> ()"
+        )
+        lib.impl("fp8_fp4_gemm_nt", lambda a, a_sf, b, b_sf, d: None, "CPU")
+        torch.library.register_fake(
+            "deep_gemm::fp8_fp4_gemm_nt", lambda a, a_sf, b, b_sf, d: None, lib=lib
+        )
+        deep_gemm.fp8_gemm_nt = lambda a, b, d: torch.ops.deep_gemm.fp8_fp4_gemm_nt(*a, *b, d)
+        x, (w, sf) = torch.randn(6, 128), weight()
+        torch.compile(linear(deep_gemm.fp8_gemm_nt), backend=seen, fullgraph=True)(x, w, sf)
+        targets = [str(n.target) for gm in seen for n in gm.graph.nodes]
+    assert "deep_gemm.fp8_fp4_gemm_nt" in targets
+    assert ops(seen) == []
+
+
+def test_the_installed_backend_sees_the_call_and_its_shapes(deep_gemm, calls):
+    forward = linear(deep_gemm.fp8_gemm_nt)
+    x, (w, sf) = torch.randn(6, 128), weight()
+    shapes = fxwarm.trace(forward, x, w, sf)
+    (call,) = shapes.calls
+    assert (call.family, call.op) == ("deep_gemm", "fp8_gemm_nt")
+    assert (call["a"].dims[0].lower, call["a"].dims[0].upper) == (1, 8192)
+    assert not shapes.gaps
+    assert not calls
+    expected = forward(x, w, sf)
+    calls.clear()
+    with torch.no_grad():
+        out = torch.compile(forward, backend=fxwarm.backend.fxwarm, fullgraph=True)(x, w, sf)
+    assert torch.equal(out, expected)
+    assert not calls
+
+
+@pytest.fixture
+def flashinfer(monkeypatch, fresh):
+    module = types.ModuleType("flashinfer")
+    fused = types.ModuleType("flashinfer.fused_moe")
+
+    def cutlass_fused_moe(
+        input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype,
+        quant_scales, output=None, tune_max_num_tokens=8192,
+    ):  # fmt: skip
+        raise AssertionError("the library was called")
+
+    fused.cutlass_fused_moe = cutlass_fused_moe
+    module.fused_moe = fused
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", fused)
+    substitute.install()
+    return fused
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_moe_layer_of_flashinfer_returns_its_list_or_fills_its_output(given, flashinfer, seen):
+    def forward(x, ids, scales, w13, w2):
+        if given:
+            out = torch.empty_like(x)
+            flashinfer.cutlass_fused_moe(x, ids, scales, w13, w2, x.dtype, None, output=out)
+            return out
+        return flashinfer.cutlass_fused_moe(x, ids, scales, w13, w2, x.dtype, quant_scales=[])[0]
+
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    ids, scales = torch.randint(0, 4, (5, 2)).int(), torch.rand(5, 2)
+    w13, w2 = torch.randn(4, 16, 16).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    expected = torch.ops.fxwarm.cutlass_fused_moe(x, ids, scales, w13, w2, x.dtype, [])
+    out = torch.compile(forward, backend=seen, fullgraph=True)(x, ids, scales, w13, w2)
+    assert ops(seen) == ["fxwarm.cutlass_fused_moe"]
+    assert torch.equal(out, expected)
+
+
+def test_the_file_that_holds_torchs_private_api_is_one():
+    folder = Path(substitute.__file__).parent
+    users = [
+        p.name for p in folder.glob("*.py") if "torch._dynamo" in p.read_text().split('"""', 2)[2]
+    ]
+    assert users == ["dynamo.py"]
