@@ -85,19 +85,25 @@ class WarmCallable(_Base):
                 raise exc.ColdCaptureError(message)
             log.error(message)
             return self.inner(*args)
-        self.make_warm(args)
-        return self.inner(*args)
+        self._make_warm(args)
+        result = self.inner(*args)
+        monitor.watch_process(self.warmup.options)
+        return result
 
     def make_warm(self, args: tuple[Any, ...] = ()) -> WarmReport | None:
         """Make the plan warm now, with the weights in ``args`` where given; return the report.
 
         A failure is reported and the model still runs, unless ``strict``.
         """
+        report = self._make_warm(args)
+        monitor.watch_process(self.warmup.options)
+        return report
+
+    def _make_warm(self, args: tuple[Any, ...]) -> WarmReport | None:
         with self._lock:
             try:
                 self.warmup.settle(args)
                 report = self.warmup.finish(self._bind(args))
-                monitor.watch_process(self.warmup.options)
             except Exception as error:
                 if self.warmup.options.strict:
                     raise

@@ -43,6 +43,10 @@ class KernelFamily(Protocol):
         For autotuned libraries: fill the tuning table.
     ``verify(planned) -> list[Gap]``
         After the fact: did the library ask for anything that was not planned?
+    ``watch(report) -> stop | None``
+        Tell ``report(event)`` of JIT work after warmup, at no cost per call; see ``fxwarm.watchers``.
+    ``falls_back(key) -> bool``
+        Without this tuned entry the library runs its default instead of compiling.
     ``cached(planned) -> list[Path]``
         The files of the library's cache that hold these kernels, for the receipt.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,19 +31,23 @@ class Miss(NamedTuple):
     call: KernelCall
     planned: Planned
     target: Target
+    device: str
 
 
 Around = Callable[[list[Miss], Callable[[], Any]], Any]
 """What to do with a call that misses: it gets the misses and the call itself."""
 
 _lock = threading.RLock()
+_ran: set[tuple[str, object]] = set()
+"""(device, key) of what a guarded call needed beyond the plans: it is resident since."""
 _installed: dict[tuple[str, str], torch.library.Library] = {}
 
 
 def install(around: Around) -> None:
     """Guard every registered op that a family claims, on the devices of this machine; those guarded already stay."""
     families = list(load_families().values())
-    with _lock:
+    with _lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
         for overload in _overloads():
             claiming = [f for f in families if _claims(f, overload)]
             for device in _devices(claiming):
@@ -74,7 +79,10 @@ def _guard(overload: Any, device: str, families: list[KernelFamily], around: Aro
         if not misses:
             warm.add(seen)
             return kernel.call_boxed(keyset, *args, **kwargs)
-        return around(misses, lambda: kernel.call_boxed(keyset, *args, **kwargs))
+        result = around(misses, lambda: kernel.call_boxed(keyset, *args, **kwargs))
+        _ran.update((m.device, m.planned.key) for m in misses)
+        warm.add(seen)
+        return result
 
     library = torch.library.Library(overload.namespace, "FRAGMENT")
     name = overload.name().partition("::")[2]
@@ -102,9 +110,11 @@ def misses_of(
             for call in family.match(op):
                 if isinstance(call, KernelCall) and isinstance(library, Library):
                     found += [
-                        Miss(family, call, p, target)
+                        Miss(family, call, p, target, str(device))
                         for p in family.keys([call], target, library)
-                        if isinstance(p, Planned) and not warmup.is_resident(device, p.key)
+                        if isinstance(p, Planned)
+                        and not warmup.is_resident(device, p.key)
+                        and (str(device), p.key) not in _ran
                     ]
         except Exception as error:
             log.debug("fxwarm: cannot say what %s needs: %s", overload, error)

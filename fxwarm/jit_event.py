@@ -7,8 +7,9 @@ from typing import Literal
 from fxwarm.records import CompileKey
 from passes.records import KernelCall, Record
 
-Kind = Literal["build", "load", "tune", "fallback", "trace"]
-"""A compile; a first load; a measurement; a tuned op that ran its default because no entry fits; a Dynamo trace."""
+Kind = Literal["build", "load", "tune", "fallback", "trace", "retrace"]
+"""A compile; a first load; a measurement; a tuned op that ran its default because no entry fits; new code
+traced by Dynamo; known code traced again, for another size or setting."""
 
 NO_PLAN = "no plan of this process"
 
@@ -40,7 +41,7 @@ class JitEvent(Record, frozen=True, omit_defaults=False):
     @property
     def severity(self) -> int:
         """3 during a capture, 2 for a compile, a measurement or a trace, 1 for a load or a fallback."""
-        return 3 if self.capturing else 2 if self.kind in ("build", "tune", "trace") else 1
+        return 3 if self.capturing else 2 if self.kind in ("build", "tune", "trace", "retrace") else 1
 
     @property
     def identity(self) -> tuple[str, object]:

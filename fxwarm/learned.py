@@ -25,7 +25,7 @@ _NOT_THE_MODEL = ("torch", "fxwarm", "passes", "contextlib", "threading", "funct
 
 def event_of(miss: Miss, capturing: bool) -> JitEvent:
     """Return the event that a call with ``miss`` makes, before it is made."""
-    family, call, planned, target = miss
+    family, call, planned, target, _ = miss
     falls_back = getattr(family, "falls_back", None)
     if falls_back is not None and falls_back(planned.key):
         kind = "fallback"
@@ -52,7 +52,7 @@ def explain(event: JitEvent) -> JitEvent:
     """Return a watcher's event with what it could not know: the place, and which plan lacks it."""
     from fxwarm.warmup import is_capturing
 
-    if event.kind == "trace":
+    if event.library == "dynamo":
         return event
     missing = event.missing_from
     if event.key is not None:

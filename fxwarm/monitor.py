@@ -153,15 +153,19 @@ def stop_process() -> None:
         _process._events.clear()
 
 
-def report(event: JitEvent, before: bool = False) -> None:
+def report(event: JitEvent, before: bool = False, outside: bool = False) -> None:
     """Take one event from a watcher. ``before``: the work has not begun, so "raise" can stop it.
 
-    Whatever a warmup does in this thread is its job, and no event.
+    ``outside``: seen from another thread, after the fact. Whatever a warmup does is its job, and no event.
     """
     if options.is_active() or not _active:
         return
+    if outside and (warmup.is_at_work() or any(key == event.key for _, key in warmup._resident)):
+        return
     if getattr(_inside, "depth", 0) and not before:
         return  # the guard around this call reports it, with its shape
+    if watchers.is_tracing() and event.library != "dynamo":
+        return
     event = learned.explain(event)
     if not before or any(s.mode == "raise" for s in _active):
         _tell(event, before)
@@ -170,6 +174,8 @@ def report(event: JitEvent, before: bool = False) -> None:
 def _tell(event: JitEvent, before: bool) -> None:
     stop = False
     for seen in list(_active):
+        if seen is _process and event.kind == "trace":
+            continue  # a process may compile another model; the same code again is the stall
         if seen.add(event):
             if seen.mode == "warn":
                 log.warning("fxwarm: %s", event)

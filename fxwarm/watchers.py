@@ -21,6 +21,8 @@ Report = Callable[..., None]
 Start = Callable[[Report], "Callable[[], None] | None"]
 
 _drains: list[Callable[[], None]] = []
+_begun: list[tuple[float, str]] = []
+"""When and where the compile began that Dynamo is making now, if it is."""
 
 
 def sources() -> dict[str, Start]:
@@ -32,6 +34,11 @@ def sources() -> dict[str, Start]:
         if hasattr(family, "watch"):
             found[name] = family.watch
     return found
+
+
+def is_tracing() -> bool:
+    """Return whether Dynamo compiles at this moment: what Inductor builds meanwhile is part of that."""
+    return bool(_begun)
 
 
 def drain() -> None:
@@ -53,16 +60,15 @@ def watch_dynamo(report: Report) -> Callable[[], None] | None:
     except ImportError as error:
         log.info("fxwarm: recompiles are not watched on this torch: %s", error)
         return None
-    begun: list[tuple[float, str]] = []
+    begun = _begun
 
     def is_compile(args: Any) -> bool:
         return getattr(args.callback_trigger, "name", "DYNAMO") in ("DYNAMO", "LAZY_BACKWARD")
 
     def event(args: Any, place: str, seconds: float = 0.0) -> JitEvent:
         again = str(args.compile_id).rpartition("/")[2] not in ("", "0", "None")
-        words = "recompile" if again else "first compile"
         return JitEvent(
-            "dynamo", "trace", f"{words} {args.compile_id}", place=place, seconds=seconds,
+            "dynamo", "retrace" if again else "trace", f"graph {args.compile_id}", place=place, seconds=seconds,
             missing_from="the graphs that were there after warmup",
         )  # fmt: skip
 
@@ -82,6 +88,7 @@ def watch_dynamo(report: Report) -> Callable[[], None] | None:
     callback_handler.register_end_callback(end)
 
     def stop() -> None:
+        begun.clear()
         for function, functions in ((start, "start_callbacks"), (end, "end_callbacks")):
             if function in getattr(callback_handler, functions):  # torch._dynamo.reset() clears them
                 getattr(callback_handler, functions).remove(function)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,13 @@ class DeepGemm:
         known, self._before = self._before | self._built, None
         new = {n: f for n, f in cache.entries(self._roots()).items() if n not in known}
         return presence.unplanned(new, planned)
+
+    def watch(self, report: Callable[..., None]) -> Callable[[], None] | None:
+        """Report builds and first loads after warmup; None where the library is not imported. See ``watch``."""
+        from fxwarm.families.deep_gemm.watch import watch
+
+        name = library.module_name()
+        return watch(self._roots(), report) if name is not None and name in sys.modules else None
 
     def _roots(self, generation: str | None = None) -> cache.Roots:
         return cache.roots(generation or _generation(library.find_library({})))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from fxwarm.families.flashinfer import cache, keys
 from fxwarm.families.flashinfer.library import DISTRIBUTION, find_library
 from fxwarm.families.flashinfer.match import FAMILY, match
 from fxwarm.families.flashinfer.tuner_key import is_tuned
-from fxwarm.records import Built, Library, Loaded, Planned, Target, Tuned
+from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, Tuned
 from passes.records import Gap, KernelCall
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class FlashInfer:
     def __init__(self) -> None:
         self._arch = "sm_90a"
         self._strange: set[str] = set()
+        self._loaded: set[str] = set()
 
     def match(self, op: Any) -> Iterable[KernelCall | Gap]:
         """Return the calls of FlashInfer that ``op`` makes; pure."""
@@ -81,6 +82,7 @@ class FlashInfer:
         from fxwarm.families.flashinfer.load import is_block_scale, load_kernels
 
         self._arch = target.arch or self._arch
+        self._loaded |= {p.key.tag for p in planned}
         before = cache.block_kernels() if any(map(is_block_scale, planned)) else set()
         yield from load_kernels(planned, target.arch, bind)
         if any(map(is_block_scale, planned)):
@@ -115,6 +117,16 @@ class FlashInfer:
             if path is not None and path.is_file():
                 found[path] = None
         return list(found)
+
+    def watch(self, report: Callable[..., None]) -> Callable[[], None] | None:
+        """Report builds and loads after warmup; None where the library is not imported. See ``watch``."""
+        from fxwarm.families.flashinfer.watch import watch
+
+        return watch(report, self._loaded)
+
+    def falls_back(self, key: CompileKey) -> bool:
+        """Return whether a call that lacks ``key`` runs a default tactic instead of compiling."""
+        return is_tuned(key)
 
     def _tactics(self, planned: Sequence[Planned]) -> Path:
         from fxwarm.families.flashinfer.tuning import card

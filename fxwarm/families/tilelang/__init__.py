@@ -11,7 +11,7 @@ In the order of a warmup:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxwarm.families.tilelang.declarations import declare, of, undeclare
@@ -113,6 +113,12 @@ class TileLang:
         from fxwarm.families.tilelang.jit import builds
 
         return builds()
+
+    def watch(self, report: Callable[..., None]) -> Callable[[], None] | None:
+        """Report builds and loads after warmup, builds before they begin; None where TileLang is not imported."""
+        from fxwarm.families.tilelang.watch import watch
+
+        return watch(report)
 
     def _note(self, planned: Sequence[Planned], target: Target) -> None:
         self._targets.update((one.key, target) for one in planned)
