@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fxwarm.api import plan, plans, reports, warm, warm_all, warm_model
     from fxwarm.family import register, unregister
     from fxwarm.monitor import events, no_jit
+    from fxwarm.observations import Observed, observe
     from fxwarm.packages import load_package, save_package
+    from fxwarm.plot import draw
     from fxwarm.records import CompileKey, Library, Planned, Target, WarmPlan, WarmReport
     from fxwarm.tracing import trace
     from passes.records import Dim, Gap, KernelCall, ShapeSet, TensorSpec
@@ -26,7 +28,9 @@ _HOMES = {
     "fxwarm.api": ("plan", "plans", "reports", "warm", "warm_all", "warm_model"),
     "fxwarm.family": ("register", "unregister"),
     "fxwarm.monitor": ("events", "no_jit"),
+    "fxwarm.observations": ("Observed", "observe"),
     "fxwarm.packages": ("load_package", "save_package"),
+    "fxwarm.plot": ("draw",),
     "fxwarm.records": ("CompileKey", "Library", "Planned", "Target", "WarmPlan", "WarmReport"),
     "fxwarm.tracing": ("trace",),
     "passes.records": ("Dim", "Gap", "KernelCall", "ShapeSet", "TensorSpec"),
@@ -39,12 +43,14 @@ __all__ = [
     "Gap",
     "KernelCall",
     "Library",
+    "Observed",
     "Planned",
     "ShapeSet",
     "Target",
     "TensorSpec",
     "WarmPlan",
     "WarmReport",
+    "draw",
     "events",
     "load_package",
     "no_jit",
