@@ -65,6 +65,8 @@ class WarmCallable(_Base):
         self.inner = inner
         self.warmup = warmup
         self.weights = dict(weights or {})
+        self.after: WarmCallable | None = None
+        """What showed only after Dynamo (a backward, an op taken apart): warmed together with this."""
         self._lock = threading.RLock()
         self._run: Callable[..., Any] = self._first if warmup.options.when != "manual" else inner
         if register:
@@ -104,6 +106,8 @@ class WarmCallable(_Base):
             try:
                 self.warmup.settle(args)
                 report = self.warmup.finish(self._bind(args))
+                if self.after is not None:
+                    self.after.make_warm(args)
             except Exception as error:
                 if self.warmup.options.strict:
                     raise
@@ -125,13 +129,15 @@ class WarmCallable(_Base):
 
     def pack(self) -> bytes:
         """Return the parcel of this callable as JSON bytes."""
-        shapes = self.warmup.shapes
+        self.warmup.wait()
+        shapes, plan = self.warmup.shapes, self.warmup.plan
+        if self.after is not None:  # united, they have another plan
+            shapes, plan = shapes | self.after.warmup.shapes, None
         index = {call: i for i, call in enumerate(shapes.calls)}
         weights = tuple(
             (index[call], tuple(places.items())) for call, places in self.weights.items() if call in index
         )
-        self.warmup.wait()
-        parcel = Parcel(shapes, self.warmup.options, self.warmup.graph_key, self.warmup.plan, weights)
+        parcel = Parcel(shapes, self.warmup.options, self.warmup.graph_key, plan, weights)
         return msgspec.json.encode(parcel)
 
     @classmethod
@@ -217,3 +223,8 @@ def hook_precompiled() -> None:
 def _define_ops() -> None:
     """Torch's callable may hold our ops: they must exist before it runs."""
     import fxwarm.ops  # noqa: F401
+
+
+def never_called(*args: Any) -> None:
+    """Stand in for the compiled function where there is only something to warm."""
+    raise AssertionError("never called")

@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from fxwarm import graph_key, planner, substitute, symbolic
-from fxwarm.artifacts import WarmCallable, attach, hook_precompiled
+from fxwarm.after import AfterDynamo
+from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_called
 from fxwarm.family import load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
@@ -62,13 +63,17 @@ def fxwarm(
     warmup = Warmup(collected.shapes, settings, device=device_of(example_inputs), target=target)
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
-    with graph_key.watch(begin_builds if graph_key.is_stable() else lambda key: None) as keys:
-        inner = _inductor(gm, example_inputs, patches, keys)
-    warmup.graph_key = keys.best if graph_key.is_stable() else ""
+    with graph_key.watch(begin_builds) as keys:
+        after = AfterDynamo(collected.shapes, settings, keys, lambda found: _warm_late(found, warmup))
+        inner = _inductor(gm, example_inputs, patches, keys, after)
+    warmup.graph_key = keys.best
     if keys.why:
-        log.debug("fxwarm: %s; the digest of the calls serves as key", keys.why)
+        log.info("fxwarm: %s; the digest of the calls serves as key", keys.why)
     begin_builds(warmup.graph_key)
     warm = WarmCallable(inner, warmup, collected.weights)
+    beyond = after.finish(example_inputs)
+    if beyond.calls or beyond.gaps:
+        warm.after = _beside(beyond, warmup)
     attach(gm, warm)
     return warm
 
@@ -76,6 +81,22 @@ def fxwarm(
 hook_precompiled()
 substitute.install()
 substitute.mark(fxwarm)
+
+
+def _beside(shapes: ShapeSet, first: Warmup) -> WarmCallable:
+    """Return what warms ``shapes``, which showed only after Dynamo, on the device of ``first``."""
+    warmup = Warmup(shapes, first.options, device=first.device, target=first.target)
+    if first.options.when != "manual":
+        warmup.start()
+    return WarmCallable(never_called, warmup)
+
+
+def _warm_late(shapes: ShapeSet, first: Warmup) -> None:
+    """A backward that is compiled when it first runs is warmed there and then."""
+    if shapes.calls or shapes.gaps:
+        warm = _beside(shapes, first)
+        if first.options.when != "manual":
+            warm.make_warm()
 
 
 def _no_builds(key: str) -> None:
@@ -113,12 +134,15 @@ def _inductor(
     inputs: list[Any],
     patches: Mapping[str, Any],
     keys: graph_key.GraphKeys | None = None,
+    after: AfterDynamo | None = None,
 ) -> Callable[..., Any]:
     from torch._inductor import compile_fx as module
 
     inner = module.compile_fx_inner
     if keys is not None:
         inner = graph_key.wrap_inner(inner, keys)
+    if after is not None:
+        inner = after.wrap(inner)
     compiled: Callable[..., Any] = module.compile_fx(
         gm, inputs, inner_compile=inner, config_patches=dict(patches) or None
     )

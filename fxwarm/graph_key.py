@@ -28,10 +28,14 @@ class GraphKeys:
     """FX graph keys: forward, then backward."""
     why: str = ""
     """Why there is no key, in torch's words, where there is none."""
+    is_stable: bool = True
+    """Whether another process gets the same keys for the same graph."""
 
     @property
     def best(self) -> str:
-        """AOTAutograd's key, else the first FX key, else empty."""
+        """AOTAutograd's key, else the first FX key; empty where there is none that another process would get."""
+        if not self.is_stable:
+            return ""
         return self.aot or (self.fx[0] if self.fx else "")
 
 
@@ -56,11 +60,13 @@ def is_stable() -> bool:
 
 @contextlib.contextmanager
 def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
-    """Note the cache keys that torch computes inside, and call ``on_key`` once, as soon as the AOT key is known.
+    """Note the cache keys that torch computes inside, and call ``on_key`` once, as soon as a stable AOT key is known.
 
     Dynamo's compile lock is held around a backend call, so nobody else compiles inside. ``on_key`` must not raise.
     """
-    keys = GraphKeys()
+    keys = GraphKeys(is_stable=is_stable())
+    if not keys.is_stable:
+        keys.why = "torch's key holds an id of this process (caching_precompile, aot_compile)"
     try:
         from torch._functorch._aot_autograd import autograd_cache as module
 
@@ -81,7 +87,8 @@ def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
             keys.why = f"torch's AOT key {str(key)[:24]!r} is not of torch's form"
         elif not keys.aot:
             keys.aot = str(key)
-            on_key(keys.aot)
+            if keys.is_stable:
+                on_key(keys.aot)
         return result
 
     module.autograd_cache_key = spy

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxwarm.artifacts import WarmCallable
+from fxwarm.artifacts import WarmCallable, never_called
 from fxwarm.family import load_families
 from fxwarm.options import resolve, split
 from fxwarm.warmup import Warmup
@@ -54,7 +54,7 @@ def save_package(
         ranges=program.range_constraints,
     )
     # The positions of weights are those of the exported graph, not of the package's call: none travel.
-    parcel = WarmCallable(_nothing, Warmup(collected.shapes, settings), register=False).pack().decode()
+    parcel = WarmCallable(never_called, Warmup(collected.shapes, settings), register=False).pack().decode()
     if embed:
         program = _with_op(program, parcel)
     configs = {**theirs, "aot_inductor.metadata": {**theirs.get("aot_inductor.metadata", {}), FIELD: parcel}}
@@ -89,10 +89,6 @@ class _WarmPackage(WarmCallable):
         return self.inner(*args, **kwargs)
 
 
-def _nothing(*args: Any) -> None:
-    raise AssertionError("never called")
-
-
 _SCHEMA = "ensure_warm(str parcel) -> ()"
 
 
@@ -115,7 +111,7 @@ def _ensure_warm(parcel: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _embedded(parcel: str) -> WarmCallable:
-    warm = WarmCallable.unpack(_nothing, parcel.encode())
+    warm = WarmCallable.unpack(never_called, parcel.encode())
     warm.make_warm()
     return warm
 

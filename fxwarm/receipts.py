@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,13 @@ def warm_key(plan: WarmPlan) -> str:
 def key_of(shapes: ShapeSet, target: Target, libraries: tuple[Library, ...], graph_key: str) -> str:
     """Return the name of everything that a plan depends on: 32 hex digits.
 
-    The name of the target is left out: an H100 with as many SMs asks for the same kernels as an H200.
+    The first half names the calls, in any order; the second the graph, the device and the libraries. So what was kept
+    for the same calls and other libraries is found, and said. The name of the target is left out: an H100 with as many
+    SMs asks for the same kernels as an H200.
     """
+    calls = sorted(msgspec.json.encode(call).decode() for call in shapes.calls)
     device = (target.device, target.arch, target.num_sms, target.smem)
-    return digest(graph_key, shapes.calls, device, libraries, str(torch.__version__), SCHEMA)
+    return digest(calls)[:16] + digest(graph_key, device, libraries, str(torch.__version__), SCHEMA)[:16]
 
 
 def stored_plan(warmup: Warmup) -> WarmPlan | None:
@@ -53,47 +57,115 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
     if len(libraries) < len(chosen):
         return None
     key = key_of(shapes, target, libraries, warmup.graph_key)
+    folder = store.root(warmup.options.cache_dir)
+    receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
+    if receipt is not None and receipt.plan_key != key:
+        log.warning("fxwarm: the receipt of %s is of %s; it is not used", key, receipt.plan_key or "nothing")
+        receipt = None
+    damaged = {entry: why for entry in (receipt.entries if receipt else ()) if (why := check_entry(entry))}
+    if damaged:
+        log.warning("fxwarm: receipt %s is stale: %s", key, "; ".join([*damaged.values()][:3]))
+        _set_aside(damaged)
     if warmup.offered is not None and warm_key(warmup.offered) == key:
         log.info("fxwarm: the plan that came with the model fits: %d kernels", len(warmup.offered))
         return warmup.offered
-    folder = store.root(warmup.options.cache_dir)
-    receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
-    if receipt is None or receipt.plan_key != key:
+    if receipt is None:
+        _say_why(folder, key, target, libraries)
         return None
-    damaged = [reason for entry in receipt.entries if (reason := check_entry(entry))]
-    if damaged:
-        log.warning("fxwarm: receipt %s is stale: %s", key, "; ".join(damaged[:3]))
     plan = store.read(store.path_of(folder, key, "plan"), WarmPlan)
     if plan is None or warm_key(plan) != key:
+        log.info("fxwarm: the receipt %s has no plan beside it; planning again", key)
         return None
     log.info("fxwarm: plan %s of an earlier start: %d kernels", key, len(plan))
-    return plan
+    # The gaps are those of the graph at hand: a plan that has others gets no receipt.
+    return msgspec.structs.replace(plan, shapes=shapes, gaps=shapes.gaps)
+
+
+def _say_why(folder: Path, key: str, target: Target, libraries: tuple[Library, ...]) -> None:
+    """Say in which way the newest receipt for the same calls does not fit, where there is one."""
+    others = sorted(folder.glob(f"{key[:16]}*/receipt.json"), key=_age)
+    other = store.read(others[0], WarmReport) if others else None
+    if other is None:
+        return
+    reasons = []
+    if other.target != target:
+        reasons.append(f"it is for {other.target.name} ({other.target.arch or other.target.device}), not {target.name}")
+    theirs = {library.distribution: library for library in other.libraries}
+    for mine in libraries:
+        old = theirs.get(mine.distribution)
+        if old is None:
+            reasons.append(f"it has no {mine.distribution}")
+        elif old.version != mine.version:
+            reasons.append(f"it is for {old}, not {mine.version}")
+        elif old != mine:
+            names = [n for n in ("fingerprint", "settings", "environment") if getattr(old, n) != getattr(mine, n)]
+            reasons.append(f"the {' and '.join(names) or 'place'} of {mine} changed")
+    reason = "; ".join(reasons) or "it is of another graph, or of another torch"
+    log.info("fxwarm: the receipt %s for the same calls is not used: %s", others[0].parent.name, reason)
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:  # gone since it was listed
+        return 0.0
+
+
+def _set_aside(damaged: Iterable[Entry]) -> None:
+    """Remove files that were cut short, so that the libraries, which look at names only, count them as missing.
+
+    A longer one is somebody's rebuild, or a tactics file that grew: it stays.
+    """
+    for entry in damaged:
+        path = Path(entry.path)
+        try:
+            if path.stat().st_size < entry.bytes:
+                path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("fxwarm: %s is damaged and cannot be removed: %s", path, error.strerror)
 
 
 def keep(plan: WarmPlan, report: WarmReport, options: Options) -> WarmReport:
-    """Store the plan, and the receipt if the warmup was complete; return the report with its cache entries."""
+    """Store the plan, and the receipt if the warmup was complete; return the report with its cache entries.
+
+    What the graph itself leaves open (an op that nobody claims) does not spoil a receipt; any other gap does.
+    """
     if not plan.planned or not report.plan_key:
         return report
     folder = store.root(options.cache_dir)
     store.write(store.path_of(folder, report.plan_key, "plan"), plan.to_json())
-    if report.failed or report.absent:
+    if report.failed or report.absent or not set(report.gaps) <= set(plan.shapes.gaps):
         return report
-    report = msgspec.structs.replace(report, entries=entries(plan))
-    store.write(store.path_of(folder, report.plan_key, "receipt"), report.to_json())
+    path = store.path_of(folder, report.plan_key, "receipt")
+    try:
+        files = _files(plan)
+        kept = None if report.built or any(not t.found for t in report.tuned) else store.read(path, WarmReport)
+        if kept is not None and [e.path for e in kept.entries] == files and not any(map(check_entry, kept.entries)):
+            return msgspec.structs.replace(report, entries=kept.entries)
+        report = msgspec.structs.replace(report, entries=tuple(map(_entry, files)))
+    except OSError as error:  # a file vanished, or a network disk lost its handle
+        log.warning("fxwarm: no receipt, the next start looks again: %s", error)
+        return report
+    store.write(path, report.to_json())
     return report
 
 
-def entries(plan: WarmPlan) -> tuple[Entry, ...]:
-    """Return the cache files that hold the plan's kernels, with sizes and hashes."""
+def _files(plan: WarmPlan) -> list[str]:
+    """Return the cache files that hold the plan's kernels."""
     from fxwarm.warmup import by_family
 
-    out = []
+    found: dict[str, None] = {}
     for family, group in by_family(plan.planned):
         cached = getattr(family, "cached", None)
-        for path in cached(group) if cached is not None else ():
-            data = Path(path).read_bytes()
-            out.append(Entry(str(path), len(data), hashlib.sha256(data).hexdigest()))
-    return tuple(out)
+        found.update((str(path), None) for path in (cached(group) if cached is not None else ()))
+    return list(found)
+
+
+def _entry(path: str) -> Entry:
+    data = Path(path).read_bytes()
+    return Entry(path, len(data), hashlib.sha256(data).hexdigest())
 
 
 def check_entry(entry: Entry, *, whole: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,6 +69,45 @@ class Broken(torch.nn.Module):
         y = self.inner(x)
         torch._dynamo.graph_break()
         return y + self.inner(x)
+
+
+def _scale_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.toy.scale(grad, ctx.saved_tensors[0]), None
+
+
+toy_family.scale.register_autograd(_scale_back, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
+
+
+@torch.library.custom_op("toy::widen", mutates_args=())
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """Put two copies of x side by side: no kernel, but its backward is one of twice the width."""
+    return torch.cat([x, x], 1)
+
+
+@widen.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], 2 * x.shape[1])
+
+
+def _widen_back(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    scaled = torch.ops.toy.scale(grad, grad.new_ones(16))
+    return scaled[:, :8] + scaled[:, 8:]
+
+
+widen.register_autograd(_widen_back)
+
+
+class TrainedModel(ToyModel):
+    """A toy kernel of width 8 in the forward and the backward, one of width 16 in the backward alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.toy.widen(super().forward(x))
+
+
+def trained() -> tuple[torch.nn.Module, Callable, Callable]:
+    """Return what ``toy`` does, for a model that can be trained."""
+    _, make, events = toy()
+    return TrainedModel(), make, events
 
 
 def toy() -> tuple[torch.nn.Module, Callable, Callable]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -52,6 +53,35 @@ def serve(call: Callable, make: Callable, events: Callable, expect: Callable | N
         "loaded": sum(len(r.loaded) for r in reports),
         "keys": sorted({str(k) for p in fxwarm.plans() for k in p.keys}),
         "warm_keys": sorted({r.plan_key for r in reports}),
+    }
+
+
+def train(model: Any, make: Callable, events: Callable, backend: Callable) -> dict:
+    """Make one step with every row count; return what ``serve`` does, after the first step, of the gradients."""
+    import torch
+
+    import fxwarm
+
+    def step(call: Callable, rows: int) -> torch.Tensor:
+        x = make(rows).requires_grad_()
+        call(x).pow(2).sum().backward()
+        return x.grad
+
+    begin, compiled = time.perf_counter(), torch.compile(model, backend=backend)
+    step(compiled, ROWS[0])
+    first, before, right = time.perf_counter() - begin, len(events()), True
+    for rows in ROWS[1:]:
+        right &= torch.allclose(step(compiled, rows), step(model, rows), atol=1e-3, rtol=1e-2)
+    reports = fxwarm.reports()
+    return {
+        "jit": events()[before:],
+        "right": bool(right),
+        "first_s": round(first, 3),
+        "reports": [r.status for r in reports],
+        "gaps": [str(gap) for r in reports for gap in r.gaps],
+        "built": sum(len(r.built) for r in reports),
+        "loaded": sum(len(r.loaded) for r in reports),
+        "keys": sorted({str(k) for p in fxwarm.plans() for k in p.keys}),
     }
 
 
@@ -118,12 +148,9 @@ def stage(path: str, what: str, folder: Path, model_name: str) -> dict:
                     PrecompileContext.save_to_dynamo_cache()
         return out
     if path == "training":
-        compiled = torch.compile(model, backend=backend)
-        x = make(5)
-        for rows in ROWS:
-            x = make(rows).requires_grad_(model_name == "toy")
-            compiled(x).sum()
-        return serve(compiled, make, events, model)
+        if model_name == "toy":
+            return train(*load_models.trained(), backend)
+        return serve(torch.compile(model, backend=backend), make, events, model)
     if path == "package":
         import fxwarm as package
 
