@@ -54,6 +54,7 @@ __all__ = [
     "events",
     "load_package",
     "no_jit",
+    "observe",
     "plan",
     "plans",
     "register",

@@ -44,14 +44,14 @@ def install() -> bool:
     """Hook Dynamo; return whether that was possible."""
     if VariableBuilder is None:
         return False
-    VariableBuilder._wrap = _wrap_visible
+    setattr(VariableBuilder, "_wrap", _wrap_visible)  # noqa: B010  (a method, to the type checker)
     return True
 
 
 def remove() -> None:
     """Unhook Dynamo."""
     if VariableBuilder is not None and VariableBuilder._wrap is _wrap_visible:
-        VariableBuilder._wrap = _wrap
+        setattr(VariableBuilder, "_wrap", _wrap)  # noqa: B010
     _classes.clear()
 
 

@@ -166,7 +166,14 @@ def _deep_gemm_substitute(library: str, name: str, function: Any) -> Substitute:
     entry = next(e for e in ENTRIES.values() if name in e.names)
     arguments = _op_arguments(entry.op)
     if not arguments:
-        return Substitute(library, name, function, reason=f"fxwarm has no op for {name}")
+        return Substitute(
+            library,
+            name,
+            function,
+            positional=entry.positional,
+            optional=frozenset(entry.optional),
+            reason=f"fxwarm has no op for {name}",
+        )
     optional = frozenset(entry.optional) & frozenset(arguments)
     return Substitute(library, name, function, entry.op, entry.positional, optional)
 
