@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 OPEN, MOVED_TO, CREATE, ISDIR = 0x20, 0x80, 0x100, 0x40000000
 _HEAD = struct.Struct("iIII")
 
-Told = Callable[[Path, bool], None]
-"""``told(path, is_new)``: ``path`` is an entry of a watched folder, new, or one of its files was opened."""
+Told = Callable[[Path, str], None]
+"""``told(entry, file)``: ``file`` of that entry was opened, or, with "", the entry is new."""
 
 
 class FolderWatch:
@@ -62,7 +62,7 @@ class FolderWatch:
             for entry in _entries(folder):
                 if entry not in self._known:
                     self._known.add(entry)
-                    self._told(entry, True)
+                    self._told(entry, "")
 
     def stop(self) -> None:
         """End it."""
@@ -101,11 +101,12 @@ class FolderWatch:
             path, is_root = self._watched.get(number, (None, False))
             if path is None or (mask & OPEN and (mask & ISDIR or not name)):
                 continue
+            file = os.fsdecode(name)
             if is_root:
-                path = path / os.fsdecode(name)
+                path, file = path / file, ""
                 self._watch(path, OPEN, is_root=False)
             try:
-                self._told(path, is_root)
+                self._told(path, file)
             except Exception:  # nobody is there to catch it
                 log.debug("fxwarm: %s", path, exc_info=True)
 

@@ -39,6 +39,10 @@ class Seen:
 
     def __init__(self, mode: Mode = "count", *, calls: bool = True, learn: bool = False) -> None:
         self.mode, self.calls, self.learn = mode, calls or learn, learn
+        self.error: exc.JitError | None = None
+        """What was raised last, if anything."""
+        self.raised: set[tuple[str, object]] = set()
+        """What was raised when it happened."""
         self._events: dict[tuple[str, object], JitEvent] = {}
 
     @property
@@ -108,8 +112,13 @@ def no_jit(mode: Mode = "warn", *, calls: bool = True, learn: bool = False) -> I
     seen = Seen(mode, calls=calls, learn=learn)
     _start(seen)
     try:
-        yield seen
-        late = seen.events if mode == "raise" else []
+        try:
+            yield seen
+        except Exception as error:
+            if seen.error is not None and error is not seen.error and str(seen.error) in str(error):
+                raise seen.error from error  # Dynamo wraps what a hook of its own raises
+            raise
+        late = [e for e in seen.events if mode == "raise" and e.identity not in seen.raised]
         if late:  # seen from outside, when it was done already
             raise exc.JitError(f"{late[0]}; {len(late)} in all")
     finally:
@@ -181,9 +190,14 @@ def _tell(event: JitEvent, before: bool) -> None:
                 log.warning("fxwarm: %s", event)
             if seen.learn and seen is _process:
                 learned.keep([event])
-        stop |= before and seen.mode == "raise"
+        # a process-wide monitor never stops Dynamo: that would cost the user the model
+        stop |= before and seen.mode == "raise" and not (seen is _process and event.library == "dynamo")
     if stop:
-        raise exc.JitError(str(event))
+        error = exc.JitError(str(event))
+        for seen in _active:
+            seen.error = error
+            seen.raised.add(event.identity)
+        raise error
 
 
 def _around(misses: list[Any], call: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxwarm.families.deep_gemm import presence
-from fxwarm.families.deep_gemm.cache import CODE, Roots
+from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.families.deep_gemm.source import tag_of
 from fxwarm.file_watch import FolderWatch
@@ -29,13 +29,15 @@ _WAIT = 2.0
 def watch(roots: Roots, report: Callable[..., None]) -> Callable[[], None]:
     """Report builds and first loads from ``roots`` until the function that is returned is called."""
 
-    def told(entry: Path, is_new: bool) -> None:
+    def told(entry: Path, file: str) -> None:
+        if file not in ("", CUBIN):
+            return
         try:
             tag = tag_of(entry.name)
         except ValueError:
             return
-        key = _key(entry, _WAIT if is_new else 0.0)
-        kind = "build" if is_new else "load"
+        key = _key(entry, 0.0 if file else _WAIT)
+        kind = "load" if file else "build"
         report(JitEvent(FAMILY, kind, tag, key=key, shape=f"an unknown call ({entry.name})"), outside=True)
 
     files = FolderWatch([root / "cache" for root in roots.all], told)

@@ -68,9 +68,9 @@ def _is_built(spec: Any) -> bool:
 
 
 def _watch_block_kernels(report: Callable[..., None], loaded: set[str]) -> Callable[[], None]:
-    def told(entry: Path, is_new: bool) -> None:
-        if entry.name not in loaded:
-            report(JitEvent(FAMILY, "build" if is_new else "load", entry.name), outside=True)
+    def told(entry: Path, file: str) -> None:
+        if entry.name not in loaded and (not file or file.endswith(".cubin")):
+            report(JitEvent(FAMILY, "load" if file else "build", entry.name), outside=True)
 
     files = FolderWatch([cache._block_cache()], told)
     forget = on_drain(files.drain)
