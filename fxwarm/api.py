@@ -76,8 +76,21 @@ def reports() -> list[WarmReport]:
     return [c.warmup.report for c in pending if c.warmup.report is not None]
 
 
-def warm_all() -> list[WarmReport]:
-    """Make every model that this process has compiled or loaded warm now; return the reports."""
+def warm_all(group: Any = None, *, builds: bool = True) -> list[WarmReport]:
+    """Make every model that this process has compiled or loaded warm now; return the reports.
+
+    With a ``torch.distributed`` group, together with its other ranks, each of which must call this too: missing kernels
+    are dealt out and built once per cache folder, then every rank loads all of its own, and tactics are made to agree.
+    It goes through the group's store, so any backend will do, and waiting does not count against its timeout. A rank
+    with ``builds=False`` (short of memory) builds nothing. A rank that dies is reported, and the others go on.
+
+    Set ``fxwarm.when`` to "manual" to leave all building to this; builds begun in the background share their locks.
+    Raises IncompleteError, after all ranks are done, if ``strict`` is set and something could not be warmed.
+    """
     from fxwarm.artifacts import pending
 
+    if group is not None:
+        from fxwarm.ranks import warm_together
+
+        return warm_together(list(pending), group, builds=builds)
     return [report for c in pending if (report := c.make_warm()) is not None]

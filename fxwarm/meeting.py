@@ -7,12 +7,12 @@ set once in the store, on who took part, so that all ranks go on with the same d
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,9 +32,12 @@ ARRIVAL = 1800.0
 SAY_AFTER = 5.0
 """Seconds between two lines that say whom we wait for."""
 _POLL = 0.02
+_LEFT = "left with"
 
 _meetings: dict[str, int] = {}
 """How many meetings each group of this process has had: every rank counts alike, as for any collective."""
+_lost: dict[str, dict[int, str]] = {}
+"""Who went missing in an earlier meeting of a group: nobody waits for them again."""
 
 
 class Meeting:
@@ -48,19 +51,19 @@ class Meeting:
         self.host = socket.gethostname()
         self.doing = "starting"
         """What the others read while they wait for this rank."""
-        self.lost: dict[int, str] = {}
-        self._members = set(range(self.size))
+        name = group.group_name
+        self.lost = _lost.setdefault(name, {})
+        self._members = set(range(self.size)) - self.lost.keys()
         self._begin = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = {}
         self._step = 0
         self._stop = threading.Event()
-        name = group.group_name
         _meetings[name] = _meetings.get(name, 0) + 1
         prefix = f"fxwarm/{_meetings[name]}"
         store = dist.distributed_c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # A client serves one thread at a time, and a sign of life must not queue behind anything.
-        self._pulse = dist.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
+        self._pulse = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
     def __enter__(self) -> Meeting:
         self._thread = threading.Thread(target=self._beat, name="fxwarm-beat", daemon=True)
@@ -68,10 +71,17 @@ class Meeting:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join(2 * BEAT)
+        if error is not None and not self.lost.keys() >= set(range(self.size)) - {self.rank}:
+            self.doing = f"{_LEFT} {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # then they find out by our silence
+                self._store.set(f"beat/{self.rank}", self._sign("last"))
 
     def exchange(self, value: T) -> dict[int, T]:
         """Return what each rank that is still there gave to this exchange, by rank, in the order of the ranks.
@@ -85,15 +95,19 @@ class Meeting:
         try:
             return self._exchange(value)
         except Exception as error:  # the store's process died, or its network did
-            self._alone(f"the group's store does not answer ({type(error).__name__}: {str(error).splitlines()[0]})")
+            self._alone(
+                f"the group's store does not answer ({type(error).__name__}: {str(error).splitlines()[0]})"
+            )
             return {self.rank: value}
 
     def _exchange(self, value: T) -> dict[int, T]:
         step = f"step{self._step}"
-        self._store.set(f"{step}/{self.rank}", msgspec.json.encode(value))
+        self._store.set(f"{step}/{self.rank}", msgspec.json.encode(value).decode())
         for rank, why in self._verdict(step):
             self._lose(rank, why)
-        if self.rank in self.lost:  # this process was stopped for so long that the others gave it up
+        if (
+            self.rank in self.lost
+        ):  # this process was stopped for so long that the others gave it up
             self._alone(f"the others went on without this rank: it was {self.lost.pop(self.rank)}")
             return {self.rank: value}
         found = {
@@ -125,13 +139,22 @@ class Meeting:
         now, name = time.monotonic(), f"beat/{rank}"
         if rank not in self._seen and not self._store.check([name]):
             absent = now - self._begin
-            return f"absent: it did not come to fxwarm.warm_all within {absent:.0f} s" if absent > ARRIVAL else ""
+            return (
+                f"absent: it did not come to fxwarm.warm_all within {absent:.0f} s"
+                if absent > ARRIVAL
+                else ""
+            )
         beat = self._store.get(name).decode()
         last, when = self._seen.get(rank, ("", now))
         if beat != last:
             self._seen[rank] = (beat, now)
-            return ""
-        return f"silent for {now - when:.0f} s {self._last_words(rank)}" if now - when > SILENCE else ""
+            left = beat.split("|", 2)[2].startswith(_LEFT)
+            return f"gone {self._last_words(rank)}" if left else ""
+        return (
+            f"silent for {now - when:.0f} s {self._last_words(rank)}"
+            if now - when > SILENCE
+            else ""
+        )
 
     def _describe(self, rank: int) -> str:
         if rank not in self._seen:
@@ -150,19 +173,19 @@ class Meeting:
 
     def _alone(self, why: str) -> None:
         log.error("fxwarm: rank %d goes on alone: %s", self.rank, why)
-        self.lost |= {rank: why for rank in self._members if rank != self.rank}
+        self.lost.update({rank: why for rank in self._members if rank != self.rank})
         self._members = {self.rank}
+
+    def _sign(self, count: str) -> str:
+        return f"{count}|{self.host} pid {os.getpid()}|{self.doing}"
 
     def _beat(self) -> None:
         count = 0
         while not self._stop.is_set():
             count += 1
             try:
-                self._pulse.set(f"beat/{self.rank}", f"{count}|{self.host} pid {os.getpid()}|{self.doing}")
+                self._pulse.set(f"beat/{self.rank}", self._sign(str(count)))
             except Exception as error:  # the exchange meets it too, and says so
                 log.debug("fxwarm: no sign of life could be given: %s", error)
                 return
             self._stop.wait(BEAT)
-
-
-Reduce = Callable[[Any], Any]
