@@ -41,6 +41,14 @@ class KernelFamily(Protocol):
         Put kernels into the library's disk cache, in parallel, launching nothing. Yields as they finish.
     ``tune(planned, bind) -> Iterable[Tuned]``
         For autotuned libraries: fill the tuning table.
+    ``tune(planned, bind, reduce=None)`` and ``tactics(planned) -> Mapping[CompileKey, str]``
+        To tune together with other ranks. ``tactics`` is what the table holds. With ``reduce``, measure all of
+        ``planned`` whatever it holds, call ``reduce`` once with {key: {tactic: seconds}} and store its {key: tactic}.
+    ``folder(target) -> Path``
+        Where ``build`` puts kernels: ranks that see the same folder share the work. Default: one folder a host.
+    ``fit(planned, target) -> Mapping[CompileKey, KernelCall | str]``
+        What cannot be launched in the memory that is free: a smaller witness, or the reason why there is none. What
+        one rank cannot launch is left out on all.
     ``verify(planned) -> list[Gap]``
         After the fact: did the library ask for anything that was not planned?
     ``watch(report) -> stop | None``

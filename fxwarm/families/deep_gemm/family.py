@@ -114,6 +114,10 @@ class DeepGemm:
         found = presence.held(planned, self._roots())
         return [p for p in planned if p.key not in found]
 
+    def folder(self, target: Target) -> Path:
+        """Return the folder that new entries go to."""
+        return self._roots().write
+
     def cached(self, planned: Sequence[Planned]) -> list[Path]:
         """Return the binaries of the library's cache that hold these kernels."""
         found = presence.held(planned, self._roots())
