@@ -266,7 +266,12 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
 
 
 def unite(sets: Iterable[ShapeSet]) -> ShapeSet:
-    """Return the union of shape sets: equal calls once with their counts added, in order of first appearance."""
+    """Return the union of shape sets, in order of first appearance.
+
+    Equal calls are one with their counts added, and calls that differ only in ranges that touch are one that has both.
+    """
+    from passes.union import join_ranges
+
     calls: dict[KernelCall, Site] = {}
     unknown: dict[str, UnknownOp] = {}
     gaps: dict[Gap, None] = {}
@@ -280,6 +285,7 @@ def unite(sets: Iterable[ShapeSet]) -> ShapeSet:
             unknown[op.op] = op if known is None else UnknownOp(op.op, known.count + op.count, known.place)
         gaps.update(dict.fromkeys(shapes.gaps))
         specialized.update(dict.fromkeys(shapes.specialized))
+    calls = join_ranges(calls)
     return ShapeSet(tuple(calls), tuple(calls.values()), tuple(gaps), tuple(unknown.values()), tuple(specialized))
 
 

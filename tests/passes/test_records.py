@@ -24,7 +24,8 @@ def test_json_reads_back_to_an_equal_set(shapes):
 @settings(max_examples=50, deadline=None)
 def test_a_union_loses_no_call_and_a_difference_keeps_no_common_one(one, other):
     both = one | other
-    assert set(both.calls) == {*one.calls, *other.calls}
+    assert {(c.family, c.op) for c in both.calls} == {(c.family, c.op) for c in (*one.calls, *other.calls)}
+    assert len(both) <= len({*one.calls, *other.calls})
     assert sum(s.count for s in both.sites) == sum(s.count for s in (*one.sites, *other.sites))
     assert not set((both - one).calls) & set(one.calls)
     assert set(both.gaps) == {*one.gaps, *other.gaps}
@@ -33,9 +34,9 @@ def test_a_union_loses_no_call_and_a_difference_keeps_no_common_one(one, other):
 @given(shape_sets())
 @settings(max_examples=20, deadline=None)
 def test_a_set_united_with_itself_only_counts_twice(shapes):
-    twice = unite([shapes, shapes])
-    assert twice.calls == shapes.calls
-    assert [s.count for s in twice.sites] == [2 * s.count for s in shapes.sites]
+    once, twice = unite([shapes]), unite([shapes, shapes])
+    assert twice.calls == once.calls
+    assert [s.count for s in twice.sites] == [2 * s.count for s in once.sites]
 
 
 @pytest.mark.parametrize(
