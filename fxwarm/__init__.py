@@ -11,6 +11,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fxwarm import roots
+
 if TYPE_CHECKING:
     from fxwarm.api import plan, plans, reports, warm, warm_all, warm_model
     from fxwarm.family import register, unregister
@@ -66,6 +68,8 @@ __all__ = [
     "warm_all",
     "warm_model",
 ]
+
+roots.apply()  # each library reads its own variable when it is imported
 
 if "torch" in sys.modules:  # torch.ops.fxwarm.*; without torch, `import fxwarm.ops` when it is there
     import fxwarm.ops

@@ -14,8 +14,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from passes.records import Gap, KernelCall, ShapeSet
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", Built, Loaded)
+
 _resident: set[tuple[str, CompileKey]] = set()
 """What this process has loaded: (device, key). The libraries keep loaded kernels for good."""
 _at_work: set[object] = set()
@@ -39,6 +42,20 @@ _load_lock = threading.RLock()
 
 def no_weights(call: KernelCall) -> None:
     """Bind nothing: witnesses run on synthetic tensors."""
+
+
+def _after_fork() -> None:
+    """Give a forked child locks of its own: a thread that held one exists in its parent only."""
+    global _load_lock
+    _load_lock = threading.RLock()
+    _at_work.clear()
+    for warmup in list(_alive):
+        warmup._lock = threading.RLock()
+        warmup._pending.clear()
+
+
+_alive: weakref.WeakSet[Warmup] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Warmup:
@@ -74,6 +91,10 @@ class Warmup:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
+        self._prepared = self._gave_up = False
+        self._pending: dict[CompileKey, float] = {}
+        """What is being built, with the time when it began or another was done."""
+        _alive.add(self)
 
     @property
     def is_warm(self) -> bool:
@@ -107,6 +128,8 @@ class Warmup:
                 begin = time.perf_counter()
                 self.start()
                 self.wait()
+                if not self._prepared and self._error is None and not self._gave_up:
+                    self._prepare()  # its thread was left behind in the parent of this process
                 if self._error is not None and not isinstance(self._error, Exception):
                     raise self._error
                 self.report = self._make_warm(bind, begin)
@@ -118,8 +141,19 @@ class Warmup:
     def wait(self) -> None:
         """Wait until what ``start`` began is done."""
         thread = self._thread
-        while thread is not None and thread.is_alive():
+        while thread is not None and thread.is_alive() and not self._gave_up:
             thread.join(0.2)  # in slices, so that Ctrl-C arrives
+            self._give_up_if_stuck()
+
+    def _give_up_if_stuck(self) -> None:
+        """Go on without the compiles that outlasted their limit: a family should end them, and this one did not."""
+        limit = 1.25 * self.options.build_timeout + 1
+        stuck = dict(self._pending)
+        if stuck and time.monotonic() - max(stuck.values()) > limit:
+            self._gave_up = True
+            reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
+            self._built += [Built(key, limit, error=reason) for key in stuck]
+            log.error("fxwarm: going on without %d kernels, first %s: %s", len(stuck), next(iter(stuck)), reason)
 
     def _prepare(self) -> None:
         try:
@@ -128,6 +162,8 @@ class Warmup:
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
             self._error = error
+        finally:
+            self._prepared = True
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -197,9 +233,26 @@ class Warmup:
 
     def _run_build(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
         with Progress(f"building {family.name}", total) as progress:
-            for built in family.build(planned, self.target, jobs(self.options)):  # type: ignore[attr-defined]
+            for built in each(lambda rest: family.build(rest, self.target, jobs(self.options)), self._note(planned), Built):  # type: ignore[attr-defined]
+                if self._gave_up:
+                    return
+                self._pending.pop(built.key, None)
+                self._pending.update(dict.fromkeys(self._pending, time.monotonic()))
                 self._built.append(built)
                 progress.step(str(built.key), built.seconds, built.error)
+
+    def _note(self, planned: Iterable[Planned]) -> Iterable[Planned]:
+        """Keep in mind that these are being built from now."""
+        if isinstance(planned, Sequence):
+            self._pending.update((p.key, time.monotonic()) for p in planned)
+            return planned
+
+        def one_by_one() -> Iterator[Planned]:
+            for p in planned:
+                self._pending[p.key] = time.monotonic()
+                yield p
+
+        return one_by_one()
 
     def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
         assert self.target is not None and self.device is not None
@@ -255,7 +308,7 @@ class Warmup:
         out: list[Loaded] = []
         canary = not self._is_proven(family)
         for group in ([wanted[:1], wanted[1:]] if canary else [wanted]):
-            for item in family.load(group, self.target, bind) if group else ():
+            for item in each(lambda rest: family.load(rest, self.target, bind), group, Loaded):  # type: ignore[arg-type]
                 out.append(item)
                 if not item.error:
                     _resident.add((str(self.device), item.key))
@@ -306,6 +359,33 @@ class _Stream:
 def jobs(options: Options) -> int:
     """Return how many compiles may run at once: ``fxwarm.jobs``, else the CPUs that this process may use."""
     return options.jobs or len(os.sched_getaffinity(0))
+
+
+def each(step: Callable[[Any], Iterable[T]], planned: Iterable[Planned], failed: type[T]) -> Iterator[T]:
+    """Yield what ``step`` says of each planned kernel. Where it raises at one, that one failed and the rest go on.
+
+    What is still being asked for comes as an iterator and cannot be gone through again: then the error is raised, as
+    are a LibraryError, which concerns all, and the third error in a row.
+    """
+    if not isinstance(planned, Sequence):
+        yield from step(planned)
+        return
+    rest, in_a_row = list(planned), 0
+    while rest:
+        try:
+            for item in step(rest):
+                in_a_row = 0
+                rest = [p for p in rest if p.key != item.key]
+                yield item
+            return
+        except exc.LibraryError:
+            raise
+        except Exception as error:
+            in_a_row += 1
+            if in_a_row == 3 or not rest:
+                raise
+            log.debug("fxwarm: %s", rest[0].key, exc_info=True)
+            yield failed(rest.pop(0).key, error=f"{type(error).__name__}: {error}")
 
 
 def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Planned]]]:

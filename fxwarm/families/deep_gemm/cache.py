@@ -17,6 +17,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from fxwarm.families.deep_gemm.source import tag_of
 __all__ = ["Roots", "entries", "find", "is_whole_elf", "locate", "publish", "roots", "writable"]
 
 log = logging.getLogger(__name__)
+
+SEEN_TRIES, SEEN_EVERY = 90, 1.0  # seconds; clients of NFS remember for up to 60 that a name was not there
 
 CODE, CUBIN, COMMITTED = "kernel.cu", "kernel.cubin", ".committed"
 
@@ -144,11 +147,20 @@ def publish(built: Path, entry: str, cache: Roots) -> Path:
     try:
         built.rename(target)
     except OSError:
-        if not is_complete(target, cache.generation):
+        if not _appears(target, cache.generation):
             raise
         shutil.rmtree(built, ignore_errors=True)
     _sync_one(target.parent)
     return target
+
+
+def _appears(target: Path, generation: str) -> bool:
+    """Return whether the winner's entry shows within a minute or so: a network disk may tell the loser late of it."""
+    for _ in range(SEEN_TRIES):
+        if is_complete(target, generation):
+            return True
+        time.sleep(SEEN_EVERY if target.parent.is_dir() else 0)
+    return False
 
 
 @contextlib.contextmanager
