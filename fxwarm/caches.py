@@ -11,11 +11,14 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from fxwarm.records import WarmPlan, WarmReport
 from passes.table import Table, size
+
+T = TypeVar("T")
 
 NAMES = ("deep_gemm", "flashinfer", "tilelang", "torch", "fxwarm")
 
@@ -230,10 +233,10 @@ def _own(own: Path, plans: Mapping[str, WarmPlan], receipts: Mapping[str, WarmRe
     return Root("fxwarm", [str(own)], entries, hits, len(plans) - hits)
 
 
-def _stored(own: Path, what: str, cls: type) -> dict[str, object]:  # type: ignore[type-arg]
+def _stored(own: Path, what: str, cls: type[T]) -> dict[str, T]:
     from fxwarm import store
 
-    found = {}
+    found: dict[str, T] = {}
     for folder in _children(own):
         record = store.read(folder / f"{what}.json", cls) if folder.is_dir() else None
         if record is not None:

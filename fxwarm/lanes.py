@@ -30,7 +30,7 @@ Lane = tuple[str, Sequence[Band]]
 def lanes_of(plan: WarmPlan, samples: int = SAMPLES) -> list[Lane]:
     """Return the kernels of each call of ``plan`` over its rows, a lane a call and kind of kernel.
 
-    The family's model is asked at ``samples`` sizes; where two neighbours differ the place between is found by halving.
+    The family's model is asked at ``samples`` sizes; between two that differ it is asked by halving.
     """
     from fxwarm.family import load_families
 
@@ -102,13 +102,13 @@ def _sweep(
             known[index] = ask(bound.at(call, image.at(index)))
         return known[index]
 
-    for low, high in itertools.pairwise(picks):
-        left, right = low, high
-        at(low)
-        while right - left > 1 and at(left) != at(right):
-            middle = (left + right) // 2
-            left, right = (middle, right) if at(middle) == at(left) else (left, middle)
-        at(high)
+    todo = [*itertools.pairwise(picks)]
+    at(picks[0])
+    while todo:
+        low, high = todo.pop()
+        if at(low) != at(high) and high - low > 1:
+            middle = (low + high) // 2
+            todo += [(low, middle), (middle, high)]
     out: dict[str, list[Band]] = {}
     order = sorted(known)
     for place, index in enumerate(order):

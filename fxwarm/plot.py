@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxwarm import exc
 from fxwarm.lanes import Label, Lane, label_of, lanes_of, rows_of, weight_of
-from fxwarm.records import WarmPlan, WarmReport
+from fxwarm.records import Built, Loaded, Tuned, WarmPlan, WarmReport
 from passes.records import ShapeSet
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _draw_shapes(shapes: ShapeSet) -> Drawing:
 
 
 def _draw_report(report: WarmReport) -> Drawing:
-    steps = [
+    steps: list[tuple[str, tuple[Built | Loaded | Tuned, ...], str]] = [
         ("built", report.built, COLD),
         ("tuned", report.tuned, OTHER),
         ("loaded", report.loaded, WARM),
