@@ -6,21 +6,31 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from passes.records import ShapeSet, unite
+
+if TYPE_CHECKING:
+    from fxwarm.records import Target
 
 log = logging.getLogger(__name__)
 
 
-def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs: Any) -> ShapeSet:
+def trace(
+    model: Callable[..., Any],
+    *args: Any,
+    max_size: int = 8192,
+    target: Target | str | None = None,
+    **kwargs: Any,
+) -> ShapeSet:
     """Return every kernel call that ``model(*args, **kwargs)`` makes, for any batch up to ``max_size``.
 
     The model runs once under Dynamo, so build it and its inputs with ``torch.device("meta")``: then there are no
     weights and no arithmetic. The leading sizes of the inputs become symbolic unless marked static. Several graphs
-    (after graph breaks) are united.
+    (after graph breaks) are united. ``target`` names the GPU to trace for: what the model asks about its device is then
+    answered from it.
 
-    Raises OptionError for an impossible ``max_size`` and ShapeMismatchError where one call contradicts itself.
+    Raises OptionError for an impossible ``max_size``, UnknownTargetError for an unknown target, and ShapeMismatchError where one call contradicts itself.
     """
     import torch
 
@@ -60,16 +70,20 @@ def trace(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs:
         for name in ("recompile_limit", "accumulated_recompile_limit")
         if hasattr(torch._dynamo.config, name)
     }
+    denied: list[str] = []
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     if isinstance(model, torch.nn.Module):
         # A module's inputs are activations: marked beforehand, it is traced once, not twice.
         symbolic.mark_leading(leaves, options.symbolic)
     try:
-        with torch.no_grad(), torch._dynamo.config.patch(patch):
+        with torch.no_grad(), torch._dynamo.config.patch(patch), substitute.questions(target) as denied:
             torch.compile(model, backend=backend)(*args, **kwargs)
     except Exception as error:
         contradiction = _find_mismatch(error)
         if contradiction is None:
+            if denied:  # a gap says that the model took a path for which this machine lacks the kernels
+                log.warning("fxwarm: the trace ended early: %s", error)
+                return unite([*found, ShapeSet(gaps=substitute.take_refusals())])
             raise
         raise exc.ShapeMismatchError(f"{_place_of(model, error, contradiction)}: {contradiction}") from error
     finally:

@@ -14,13 +14,15 @@ What no op can express is left to the original and becomes a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from fxwarm.substitute import dynamo
+from fxwarm.records import Target
+from fxwarm.substitute import device, dynamo, transformers
 from fxwarm.substitute.functions import take_refusals
 
-__all__ = ["install", "mark", "remove", "take_refusals"]
+__all__ = ["install", "mark", "questions", "remove", "take_refusals"]
 
 
 def install() -> bool:
@@ -36,3 +38,19 @@ def remove() -> None:
 def mark(backend: Callable[..., Any]) -> None:
     """Make library calls visible while torch.compile traces for ``backend``, a function of one's own around fxwarm's."""
     setattr(backend, dynamo.MARK, True)
+
+
+@contextlib.contextmanager
+def questions(target: Target | str | None) -> Iterator[list[str]]:
+    """Answer what host code asks about its device from ``target`` until the end of the block.
+
+    Yields the questions that were answered with no for want of a target and a GPU; each has become a gap. Raises
+    UnknownTargetError, and ValueError for a target that is no GPU.
+    """
+    if target is None:
+        with transformers.note_questions() as denied:
+            yield denied
+        return
+    found = Target.named(target) if isinstance(target, str) else target
+    with device.answer_for(found), transformers.answer_for(found):
+        yield []
