@@ -22,7 +22,7 @@ from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_calle
 from fxwarm.family import load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
-from fxwarm.warmup import Warmup, device_of
+from fxwarm.warmup import Warmup, device_of, switched_off
 from passes.records import Gap, ShapeSet
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def fxwarm(
     settings = resolve(ours)
     patches = torch._TorchCompileInductorWrapper(mode, theirs, None).config
     if settings.coverage == "off":
-        return _inductor(gm, example_inputs, patches)
+        inner = _inductor(gm, example_inputs, patches)
+        return WarmCallable(inner, switched_off(settings, device_of(example_inputs)))
     begin = time.perf_counter()
     collected = _collect(gm, example_inputs, settings)
     if collected is None or _is_meta(example_inputs):

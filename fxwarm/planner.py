@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from fxwarm import exc
 from fxwarm.family import KernelFamily, load_families
 from fxwarm.records import Library, Planned, Target, WarmPlan
+from passes import runs
 from passes.records import Gap, KernelCall, ShapeSet
 
 log = logging.getLogger(__name__)
@@ -202,9 +205,8 @@ def _one_by_one(planned: Sequence[Planned]) -> list[str]:
                 rows.setdefault(p.witness.op, set()).add(spec.dims[0].lower)
     notes = []
     for op, sizes in rows.items():
-        first = last = 0
-        for size in sorted(sizes):
-            first, last = (first, size) if size == last + 1 and first else (size, size)
-            if last - first + 1 >= ONE_BY_ONE and last + 1 not in sizes:
-                notes.append(f"{op}: M is in the key, one kernel for each of {first}..{last}")
+        for first, last, step in runs.from_array(np.array(sorted(sizes))):
+            if step == 1 and last - first >= ONE_BY_ONE:
+                # The last one may be the first of many sizes that share a kernel.
+                notes.append(f"{op}: M is in the key, one kernel for each of {first}..{last - 1}")
     return notes

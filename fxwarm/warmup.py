@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any, TypeVar
 
 import torch
@@ -294,7 +295,7 @@ class Warmup:
             gaps=tuple(dict.fromkeys([*plan.gaps, *gaps])),
             reference=plan.reference,
             absent=tuple(self._absent.values()),
-            notes=plan.notes,
+            notes=tuple(filter(None, (*plan.notes, not_installed(plan)))),
             specialized=plan.shapes.specialized,
             seconds=time.perf_counter() - begin,
             build_seconds=self._build_seconds,
@@ -395,6 +396,32 @@ def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Plann
     for p in planned:
         groups.setdefault(p.key.family, []).append(p)
     return [(families[name], group) for name, group in groups.items() if group and name in families]
+
+
+def switched_off(options: Options, device: torch.device) -> Warmup:
+    """Return a warmup that has nothing to do because ``fxwarm.coverage`` is "off"; its report says so."""
+    warmup = Warmup(ShapeSet(), options, device=device, target=Target.current(device))
+    assert warmup.target is not None
+    warmup.report = WarmReport("", warmup.target, skipped="off")
+    return warmup
+
+
+def not_installed(plan: WarmPlan) -> str:
+    """Return a note that lists the kernel libraries which this machine lacks and the plan does not name."""
+    names = {library.distribution for library in plan.libraries}
+    lacking = []
+    for family in load_families().values():
+        if not names & set(family.distributions) and not any(map(_is_installed, family.distributions)):
+            lacking.append(family.distributions[0])
+    return f"not installed, and not needed here: {', '.join(lacking)}" if lacking else ""
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def every_size(plan: WarmPlan, family: KernelFamily) -> list[Planned]:

@@ -75,9 +75,8 @@ def collect(
             continue
         name = op.qualified_name
         if name in jit_ops or op.name in jit_ops:
-            gap = Gap(
-                name, "no family claims this JIT op; install or write a family for it", op.place
-            )
+            reason = f"no family claims this JIT op{_called_with(op)}; install or write a family for it"
+            gap = Gap(name, reason, op.place)
             gaps.setdefault((gap.op, gap.reason, ""), gap)
         else:
             known = unknown.get(name)
@@ -90,6 +89,20 @@ def collect(
         tuple(calls), tuple(calls.values()), tuple(gaps.values()), tuple(unknown.values())
     )
     return Collected(shapes, weights, bounder.used_max_size)
+
+
+def _called_with(op: OpCall) -> str:
+    """Return the tensors and plain arguments of an op in words: what a family for it would need to know."""
+    from passes.calls import SymTensor
+
+    parts = [
+        f"{name}={value.dtype}[{', '.join(map(str, value.shape))}]"
+        if isinstance(value, SymTensor)
+        else f"{name}={value}"
+        for name, value in op.arguments.items()
+        if isinstance(value, SymTensor | str | int)
+    ]
+    return f" (called with {', '.join(parts)})" if parts else ""
 
 
 def _ask(matcher: Matcher, op: OpCall, strict: bool) -> Iterator[KernelCall | Gap]:
