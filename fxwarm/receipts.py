@@ -57,7 +57,7 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
     if len(libraries) < len(chosen):
         return None
     key = key_of(shapes, target, libraries, warmup.graph_key)
-    folder = store.root(warmup.options.cache_dir)
+    folder = store.root_with(key, warmup.options.cache_dir)
     receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
     if receipt is not None and receipt.plan_key != key:
         log.warning("fxwarm: the receipt of %s is of %s; it is not used", key, receipt.plan_key or "nothing")
@@ -65,7 +65,10 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
     damaged = {entry: why for entry in (receipt.entries if receipt else ()) if (why := check_entry(entry))}
     if damaged:
         log.warning("fxwarm: receipt %s is stale: %s", key, "; ".join([*damaged.values()][:3]))
-        _set_aside(damaged)
+        ours = store.read(store.path_of(folder, key, "plan"), WarmPlan)
+        # The receipt is a file that somebody may have written: only what the families themselves name is touched.
+        named = set(_files(ours)) if ours is not None and warm_key(ours) == key else set()
+        _set_aside(entry for entry in damaged if entry.path in named)
     if warmup.offered is not None and warm_key(warmup.offered) == key:
         log.info("fxwarm: the plan that came with the model fits: %d kernels", len(warmup.offered))
         return warmup.offered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +11,9 @@ import msgspec
 from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, Specialization, decode
 from passes.table import Table, plural, size
 from passes.text import fold, shapes_text
+
+
+_ENTRY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,255}")
 
 
 class Target(Record, frozen=True):
@@ -84,6 +88,10 @@ class Source(Record, frozen=True):
     """Name of the entry in the library's cache, relative to it."""
     code: str
     flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _ENTRY.fullmatch(self.entry):  # it becomes a path
+            raise ValueError(f"{self.entry!r} is no name of a cache entry")
 
 
 class Planned(Record, frozen=True, eq=False):

@@ -34,6 +34,15 @@ def root(cache_dir: str = "") -> Path:
     return _root(cache_dir or _beside_inductor())
 
 
+def root_with(key: str, cache_dir: str = "") -> Path:
+    """Return the folder that holds the warm key ``key``: ``root``, or the wanted one where it can only be read."""
+    wanted = Path(cache_dir or _beside_inductor())
+    try:
+        return wanted if _KEY.fullmatch(key) and (wanted / key).is_dir() else root(cache_dir)
+    except OSError:  # it may not even be looked at
+        return root(cache_dir)
+
+
 def path_of(folder: Path, key: str, what: str) -> Path:
     """Return where ``what`` ("plan", "receipt") of the warm key ``key`` lies. Raises ValueError for a foreign key."""
     if not _KEY.fullmatch(key):
@@ -68,12 +77,14 @@ def read(path: Path, cls: type[T]) -> T | None:
         status = path.stat()
         if status.st_size > LARGEST:
             raise ValueError(f"it has {status.st_size} bytes, more than {LARGEST}")
+        if status.st_uid not in (os.getuid(), 0, path.parent.parent.stat().st_uid):
+            raise ValueError(f"it belongs to user {status.st_uid}, who owns neither this process nor the folder")
         if status.st_mode & stat.S_IWOTH:
             raise ValueError("anybody may write it; chmod o-w it or remove it")
         record: Any = cls.from_json(path.read_bytes())  # type: ignore[attr-defined]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("fxwarm: ignoring %s: %s", path, error)
         return None
     return record

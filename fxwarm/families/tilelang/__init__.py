@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fxwarm.families.tilelang.declarations import declare, of, undeclare
+from fxwarm.families.tilelang.declarations import check_factory, declare, of, undeclare
 from fxwarm.families.tilelang.statics import FAMILY
 
 if TYPE_CHECKING:
@@ -121,4 +121,6 @@ class TileLang:
         return watch(report)
 
     def _note(self, planned: Sequence[Planned], target: Target) -> None:
+        for one in planned:
+            check_factory(one.key.tag)
         self._targets.update((one.key, target) for one in planned)

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fxwarm import exc
 from fxwarm.records import Target
 from passes.records import Dim, KernelCall
 
@@ -73,6 +74,19 @@ def undeclare(op: str) -> None:
 def find(op: str) -> Declaration | None:
     """Return the declaration of ``op``."""
     return _declared.get(op)
+
+
+OWN = ("tile_kernels.mhc.", "fxwarm.ops.mhc_kernels:", "vllm.model_executor.kernels.mhc.tilelang_kernels:")
+"""Where the factories lie that this family names itself."""
+
+
+def check_factory(path: str) -> None:
+    """Raise LibraryError for a factory that nobody here named: a plan from a file must not choose what is imported."""
+    if not path.startswith(OWN) and path not in {d.factory for d in _declared.values()}:
+        raise exc.LibraryError(
+            f"{path!r} was not declared in this process, so it is not imported; "
+            "call fxwarm.families.tilelang.declare, or remove the plan that names it"
+        )
 
 
 def of(text: str, **sizes: Dim | int) -> Expr:
