@@ -489,6 +489,8 @@ class _Party:
             callable_.make_warm()
         except Exception as error:  # strict: raised when all have heard of it
             return error
+        if one.report is None:  # said in the log, and not raised
+            self.gaps.append(Gap("warm_all", "a warmup failed on this rank; see its log"))
         return None
 
     def _hand_over(self, one: Warmup) -> None:
@@ -504,10 +506,9 @@ class _Party:
         built |= {item.key: Built(item.key, error=bad[item]) for item in items if item in bad}
         one._built = list(built.values())
         one._found = [i.key for i in items if i.key not in built and i not in self.lacking]
+        one._prepared = True
         if one._thread is None:
-            one._thread = threading.Thread(
-                name="fxwarm-ranks"
-            )  # never runs: what it would do is done
+            one._thread = threading.Thread(name="fxwarm-ranks")  # never runs: all is prepared
 
     # The end: every rank says how it went
 

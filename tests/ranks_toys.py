@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import fxwarm
 from fxwarm import artifacts, family, meeting
 from fxwarm import warmup as warmups
-from fxwarm.options import Options
+from fxwarm.options import resolve
 from fxwarm.records import CompileKey, Planned, Target, Tuned, WarmReport
 from fxwarm.warmup import Warmup
 from passes.bound import bound_dim
@@ -31,6 +33,11 @@ from tests.toy_family import Toy, cache_dir
 
 class RankToy(Toy):
     """The toy family, saying where its cache is."""
+
+    def keys(self, *args: Any) -> Iterator[Any]:
+        if os.environ.get("TOY_PLAN_FAILS"):
+            raise RuntimeError("no plan here")
+        return super().keys(*args)
 
     def folder(self, target: Target) -> Path:
         return cache_dir()
@@ -128,11 +135,11 @@ def publish_slowly(name: str) -> Path:
     return entry
 
 
-def add(calls: Sequence[KernelCall], **options: Any) -> Warmup:
+def add(calls: Sequence[KernelCall]) -> Warmup:
     """Register a compiled callable with these calls, as the backend would."""
     warmup = Warmup(
         ShapeSet(calls=tuple(calls), sites=(Site(),) * len(calls)),
-        Options(when="manual", **options),
+        resolve({"when": "manual"}),
         device=torch.device("cpu"),
         target=Target(**json.loads(os.environ["TOY_TARGET"]))
         if "TOY_TARGET" in os.environ
@@ -146,7 +153,7 @@ def run_all(calls: Sequence[KernelCall]) -> Callable[..., Any]:
     def inner(*args: Any) -> None:
         for one in calls:
             width, most = int(one["w"].dims[0]), one["x"].dims[0].upper or 1
-            for rows in {1, min(7, most), min(16, most)}:
+            for rows in {1, min(7, most), min(16, most)} if one.symbols else ():
                 torch.ops.toy.scale(torch.ones(rows, width), torch.ones(width))
 
     return inner
@@ -185,7 +192,10 @@ def start(rank: int, world: int, port: int, plan: Mapping[str, Any]) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=plan.get("group_timeout_s", 60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    meeting.SILENCE = plan.get("silence", 15.0)
+    meeting.SILENCE, meeting.SAY_AFTER = plan.get("silence", 15.0), 1.0
+    socket.gethostname = lambda: f"node{rank}"
+    logging.getLogger("fxwarm").addHandler(LOG)
+    logging.getLogger("fxwarm").setLevel(logging.INFO)
     for name, scene in plan["scenes"].items():
         found = play(rank, name, scene, Path(plan["out"]))
         Path(plan["out"], f"{name}-{rank}.json").write_text(json.dumps(found))
@@ -204,11 +214,15 @@ def play(rank: int, name: str, scene: Mapping[str, Any], out: Path) -> dict[str,
     toy_family.compile_kernel = publish_slowly if scene.get("slowly") else COMPILE
     if "dies" in scene and scene["dies"] == rank:
         toy_family.compile_kernel = die
-    if scene.get("late", {}).get(str(rank)):
-        time.sleep(scene["late"][str(rank)])
+    if "copy" in scene and rank == 1:
+        copy(*scene["copy"])
+    if "copy" in scene or scene.get("at_once"):
+        dist.barrier()
+    time.sleep(scene.get("late", {}).get(str(rank), 0))
+    LOG.lines.clear()
     widths = scene["widths"]
     widths = widths[rank] if isinstance(widths[0], list) else widths
-    warmup = add([call(w, most=scene.get("most", 8192)) for w in widths])
+    warmup = add([call(w, scene.get("rows"), scene.get("most", 8192)) for w in widths])
     begin = time.perf_counter()
     if scene.get("group", True):
         (report,) = fxwarm.warm_all(dist.group.WORLD, builds=rank not in scene.get("excluded", ()))
@@ -219,7 +233,8 @@ def play(rank: int, name: str, scene: Mapping[str, Any], out: Path) -> dict[str,
     if scene.get("serves", True):
         with no_collectives():
             artifacts.pending[0]()
-    tactics = Tuned_().tactics(warmup.plan.planned) if scene.get("family") == "tuned" else {}
+    planned = warmup.plan.planned if warmup.plan is not None else ()
+    tactics = Tuned_().tactics(planned) if scene.get("family") == "tuned" else {}
     for key in env:
         os.environ.pop(key)
     return {
@@ -231,12 +246,35 @@ def play(rank: int, name: str, scene: Mapping[str, Any], out: Path) -> dict[str,
         "jit_after": [n for what, n in toy_family.events],
         "status": report.status,
         "said": said(report),
-        "witness": {str(p.key): int(p.witness["x"].dims[0]) for p in warmup.plan.planned},
+        "log": list(LOG.lines),
+        "witness": {str(p.key): int(p.witness["x"].dims[0]) for p in planned},
         "loaded": [str(x.key) for x in report.loaded if not x.error],
         "tuned": [[str(t.key), t.found] for t in report.tuned],
         "plan_key": report.plan_key,
         "tactics": {str(k): v for k, v in tactics.items()},
     }
+
+
+def copy(source: str, to: str, drop: int) -> None:
+    """Copy a whole cache folder, then remove ``drop`` entries."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(source, to)
+    for entry in sorted(Path(to).glob("scale_*"))[:drop]:
+        shutil.rmtree(entry)
+
+
+class Lines(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+LOG = Lines()
 
 
 def die(name: str) -> Path:
