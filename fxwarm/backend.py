@@ -19,7 +19,7 @@ import torch
 from fxwarm import graph_key, planner, substitute, symbolic
 from fxwarm.after import AfterDynamo
 from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_called
-from fxwarm.family import load_families
+from fxwarm.family import keep_weights, load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
 from fxwarm.warmup import Warmup, device_of, switched_off
@@ -56,7 +56,7 @@ def fxwarm(
     if collected.shapes.calls:
         with contextlib.suppress(Exception):  # only a head start: what is wrong shows when it is asked
             planner.prepare(collected.shapes, target)
-        weights = {i for places in collected.weights.values() for i in places.values()}
+        weights = {i for places in keep_weights(collected.weights).values() for i in places.values()}
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
         fixed = symbolic.settle(gm, example_inputs, weights)
         collected = _with_specialized(collected, fixed)
@@ -71,7 +71,7 @@ def fxwarm(
     if keys.why:
         log.info("fxwarm: %s; the digest of the calls serves as key", keys.why)
     begin_builds(warmup.graph_key)
-    warm = WarmCallable(inner, warmup, collected.weights)
+    warm = WarmCallable(inner, warmup, keep_weights(collected.weights))
     beyond = after.finish(example_inputs)
     if beyond.calls or beyond.gaps:
         warm.after = _beside(beyond, warmup)

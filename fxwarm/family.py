@@ -29,6 +29,9 @@ class KernelFamily(Protocol):
         Device types on which there is anything to warm. Elsewhere its calls run as reference implementations.
     ``archs: tuple[str, ...]``
         Architectures on which it was seen to work. On another one key is tried before the rest is built.
+    ``activations: tuple[str, ...]``
+        Names of the tensors of its calls that change from one model call to the next; the first one by default. Any
+        other static tensor that is an input of the graph counts as a weight.
     ``needs_nothing(call, target, library) -> bool``
         The library serves this call without a kernel of its own.
     ``extra(target, library) -> Iterable[Planned]``
@@ -154,6 +157,19 @@ def load_families() -> dict[str, KernelFamily]:
         return {**_found, **_registered}
 
 
+def keep_weights(
+    found: Mapping[KernelCall, Mapping[str, int]],
+) -> dict[KernelCall, dict[str, int]]:
+    """Return the graph inputs in ``found`` that are weights of their calls: an activation may be static, too."""
+    families = load_families()
+    kept = {}
+    for call, places in found.items():
+        first = tuple(name for name, _ in call.tensors[:1])
+        activations = getattr(families.get(call.family), "activations", first)
+        kept[call] = {name: i for name, i in places.items() if name not in activations}
+    return kept
+
+
 def get_family(name: str) -> KernelFamily:
     """Return the family ``name``. Raises UnknownFamilyError with the nearest name."""
     families = load_families()
@@ -170,6 +186,7 @@ __all__ = [
     "Tuned",
     "check",
     "get_family",
+    "keep_weights",
     "load_families",
     "register",
     "unregister",

@@ -223,6 +223,7 @@ def a34(case, monkeypatch):
     family.register(Toy)
     for how in ("dynamic", "unbacked"):
         toy_family._loaded.clear()
+        warmup._resident.clear()
         torch._dynamo.reset()
         model = lambda x: torch.ops.toy.scale(x, torch.ones(8))  # noqa: E731
         compiled = torch.compile(model, backend=backend, options={"fxwarm.symbolic": how, "fxwarm.max_size": 64})

@@ -25,6 +25,10 @@ class FlashInfer:
     name = FAMILY
     distributions = (DISTRIBUTION,)
     devices = ("cuda",)
+    activations = (
+        "input", "token_selected_experts", "token_final_scales", "input_sf", "A", "A_scale", "activations_in",
+        "router_logits", "routing_logits", "hidden_states", "hidden_states_scale", "x", "a", "a_sf",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._arch = "sm_90a"
