@@ -39,6 +39,11 @@ class RankToy(Toy):
             raise RuntimeError("no plan here")
         return super().keys(*args)
 
+    def build(self, *args: Any) -> Iterator[Any]:
+        if os.environ.get("TOY_INTERRUPTED"):
+            raise KeyboardInterrupt
+        return super().build(*args)
+
     def folder(self, target: Target) -> Path:
         return cache_dir()
 

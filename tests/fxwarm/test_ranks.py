@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fxwarm.ranks import Facts, Item, agree, deal, name_folder
+from fxwarm.dealing import Facts, Item, agree, deal, name_folder
 from fxwarm.records import CompileKey
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -334,14 +334,15 @@ def test_under_torchrun_a_compiled_callable_never_talks_to_its_peers(tmp_path):
 
 
 def test_a_rank_that_dies_is_reported_and_the_others_build_its_share(tmp_path):
-    begin = time.monotonic()
+    begin, two = time.monotonic(), {"most": 2}
     shown = play(
         4,
         tmp_path,
         {
             "scenes": {
-                "dead": {"widths": widths(8), "most": 2, "dies": 2},
+                "dead": {"widths": widths(8), "dies": 2, **two},
                 "after": {"widths": [40]},
+                "left": {"widths": widths(8), "env": {"TOY_INTERRUPTED": ["", "", "", "1"]}, **two},
             },
             "silence": 2.0,
         },
@@ -354,3 +355,7 @@ def test_a_rank_that_dies_is_reported_and_the_others_build_its_share(tmp_path):
         assert r["seconds"] < 15
         assert any("rank 2 was lost" in text for text in r["said"])
     assert all(len(r["loads"]) == 3 and r["seconds"] < 5 for r in shown["after"] if r)
+    assert shown["left"][3] is None
+    for r in (shown["left"][i] for i in (0, 1)):
+        assert len(r["loads"]) == 8
+        assert any("rank 3 was lost" in text and "KeyboardInterrupt" in text for text in r["said"])
