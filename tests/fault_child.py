@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def shapes(widths: tuple[int, ...]) -> ShapeSet:
 
 def set_up(env: dict[str, str]) -> None:
     os.environ.update(env)
+    sys.path.insert(0, env.get("IMPORT_FROM", "."))
     store._root.cache_clear()
     family_module.register(Careful)
     log = Path(env["OUT"]).with_suffix(".log")

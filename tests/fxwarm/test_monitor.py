@@ -18,7 +18,7 @@ from fxwarm.exc import JitError, OptionError
 from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.watch import watch as watch_deep_gemm
 from fxwarm.file_watch import FolderWatch
-from fxwarm.records import CompileKey, Library, Loaded, Planned, WarmPlan
+from fxwarm.records import CompileKey, Planned, WarmPlan
 from tests import toy_family
 from tests.toy_family import Toy
 
@@ -38,7 +38,8 @@ def toy(fresh, monkeypatch, compiled_once):
         kept.clear()
     yield fresh
     monitor.stop_process()
-    assert not monitor._active and not guards._installed, "nothing stays behind"
+    assert not monitor._active, "nothing stays behind"
+    assert not guards._installed
     family.unregister("toy")
 
 
@@ -69,7 +70,8 @@ def test_a_full_pass_over_planned_sizes_gives_no_event():
     with fxwarm.no_jit("raise") as seen:
         for rows in range(2, 65):
             compiled(torch.randn(rows, 8))
-    assert seen.count == 0 and not seen
+    assert seen.count == 0
+    assert not seen
 
 
 @torch.no_grad()
@@ -82,8 +84,11 @@ def test_warn_names_op_key_shape_place_and_seconds_once_and_the_result_is_right(
         unplanned(35)
     (event,) = seen
     assert (event.library, event.kind, event.op) == ("toy", "build", "scale")
-    assert event.key == CompileKey("toy", "scale", ("4", "other")) and "x=float32[33, 4]" in event.shape
-    assert "test_monitor.py" in event.place and event.seconds > 0.01 and not event.capturing
+    assert event.key == CompileKey("toy", "scale", ("4", "other"))
+    assert "x=float32[33, 4]" in event.shape
+    assert "test_monitor.py" in event.place
+    assert event.seconds > 0.01
+    assert not event.capturing
     assert "nothing there with 4 (planned: 8)" in event.missing_from
     assert caplog.text.count("toy build: scale scale<4, other>") == 1
     with fxwarm.no_jit("warn") as again:
@@ -95,9 +100,9 @@ def test_warn_names_op_key_shape_place_and_seconds_once_and_the_result_is_right(
 def test_raise_comes_before_the_build_starts():
     make_warm()
     toy_family.events.clear()
-    with pytest.raises(JitError, match=r"toy build: scale scale<4, other> for x=float32\[33, 4\]"):
-        with fxwarm.no_jit("raise"):
-            unplanned()
+    words = r"toy build: scale scale<4, other> for x=float32\[33, 4\]"
+    with pytest.raises(JitError, match=words), fxwarm.no_jit("raise"):
+        unplanned()
     assert toy_family.events == []
 
 
@@ -117,7 +122,8 @@ def test_a_size_beyond_the_declared_bound_is_reported_as_that():
         compiled(torch.randn(16, 8))
     (event,) = (e for e in seen if e.library == "toy")
     assert event.beyond == "x.shape[0] = 16, declared 1..15"
-    assert "test_monitor.py" in event.place and "fxwarm.max_size" in str(event)
+    assert "test_monitor.py" in event.place
+    assert "fxwarm.max_size" in str(event)
 
 
 @torch.no_grad()
@@ -126,7 +132,8 @@ def test_a_new_graph_at_batch_one_is_a_stall_and_raise_stops_it():
     with fxwarm.no_jit("count") as seen:
         compiled(torch.randn(1, 8))
     (event,) = seen
-    assert (event.library, event.kind) == ("dynamo", "retrace") and event.seconds > 0
+    assert (event.library, event.kind) == ("dynamo", "retrace")
+    assert event.seconds > 0
     assert "test_monitor.py" in event.place
     torch._dynamo.reset()
     compiled = make_warm()
@@ -145,7 +152,9 @@ def test_during_a_capture_it_is_the_worst_class_and_told_before_the_library_is_c
     with fxwarm.no_jit("count") as seen, pytest.raises(ZeroDivisionError):
         unplanned()
     ((event,),) = told
-    assert event.capturing and event.severity == 3 and "during a graph capture" in str(event)
+    assert event.capturing
+    assert event.severity == 3
+    assert "during a graph capture" in str(event)
 
 
 @torch.no_grad()
@@ -170,7 +179,8 @@ def test_another_model_may_compile_while_the_process_is_watched():
 @torch.no_grad()
 def test_counting_the_process_puts_nothing_in_front_of_the_ops():
     make_warm(monitor="count")
-    assert monitor._active and not guards._installed
+    assert monitor._active
+    assert not guards._installed
 
 
 @torch.no_grad()
@@ -258,7 +268,8 @@ def test_without_inotify_new_entries_are_still_seen(tmp_path, monkeypatch):
     folder = entry(tmp_path)
     watch.drain()
     watch.drain()
-    assert told == [(folder.name, "")] and not watch.sees_opens
+    assert told == [(folder.name, "")]
+    assert not watch.sees_opens
 
 
 def test_what_a_warmup_does_to_the_cache_is_no_event(tmp_path):
@@ -287,8 +298,10 @@ def test_triton_is_watched_by_its_hooks_and_others_hooks_still_run(monkeypatch):
         time.sleep(0.002)
         runtime.jit_post_compile_hook(**given)
     (event,) = seen
-    assert (event.library, event.op) == ("triton", "add") and event.seconds > 0.001
-    assert calls == ["theirs before"] and runtime.jit_post_compile_hook is None
+    assert (event.library, event.op) == ("triton", "add")
+    assert event.seconds > 0.001
+    assert calls == ["theirs before"]
+    assert runtime.jit_post_compile_hook is None
     with pytest.raises(JitError, match="triton build"), fxwarm.no_jit("raise"):
         runtime.jit_cache_hook(**given)
 
@@ -298,12 +311,12 @@ def test_tilelang_is_stopped_before_it_compiles():
     from tilelang.jit.kernel import JITKernel
 
     before = JITKernel.__init__
-    with fxwarm.no_jit("raise"):
-        with pytest.raises(JitError, match="tilelang build"):
-            JITKernel(None)
+    with fxwarm.no_jit("raise"), pytest.raises(JitError, match="tilelang build"):
+        JITKernel(None)
     from fxwarm.families.tilelang import jit
 
-    assert jit._watching and JITKernel.__init__.__name__ == before.__name__
+    assert jit._watching
+    assert JITKernel.__init__.__name__ == before.__name__
 
 
 def test_another_mode_is_one_clear_error():
@@ -318,5 +331,7 @@ def test_events_go_to_json_and_read_as_a_table():
     import msgspec
 
     data = msgspec.json.encode(seen[0])
-    assert msgspec.json.decode(data, type=type(seen[0])) == seen[0] and json.loads(data)["kind"] == "build"
-    assert "1 builds" in str(seen) and "scale<4, other>" in str(seen)
+    assert msgspec.json.decode(data, type=type(seen[0])) == seen[0]
+    assert json.loads(data)["kind"] == "build"
+    assert "1 builds" in str(seen)
+    assert "scale<4, other>" in str(seen)

@@ -17,7 +17,7 @@ from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.families.deep_gemm.source import tag_of
 from fxwarm.file_watch import FolderWatch
-from fxwarm.jit_event import JitEvent
+from fxwarm.jit_event import JitEvent, Kind
 from fxwarm.watchers import on_drain
 
 __all__ = ["watch"]
@@ -37,7 +37,7 @@ def watch(roots: Roots, report: Callable[..., None]) -> Callable[[], None]:
         except ValueError:
             return
         key = _key(entry, 0.0 if file else _WAIT)
-        kind = "load" if file else "build"
+        kind: Kind = "load" if file else "build"
         report(JitEvent(FAMILY, kind, tag, key=key, shape=f"an unknown call ({entry.name})"), outside=True)
 
     files = FolderWatch([root / "cache" for root in roots.all], told)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fxwarm.families.flashinfer import cache
-from fxwarm.families.flashinfer.keys import FAMILY
+from fxwarm.families.flashinfer.match import FAMILY
 from fxwarm.file_watch import FolderWatch
 from fxwarm.jit_event import JitEvent
 from fxwarm.watchers import on_drain

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fxwarm import exc
+from fxwarm.families.tilelang.statics import is_named
 from fxwarm.records import Target
 from passes.records import Dim, KernelCall
 
@@ -82,7 +83,8 @@ OWN = ("tile_kernels.mhc.", "fxwarm.ops.mhc_kernels:", "vllm.model_executor.kern
 
 def check_factory(path: str) -> None:
     """Raise LibraryError for a factory that nobody here named: a plan from a file must not choose what is imported."""
-    if not path.startswith(OWN) and path not in {d.factory for d in _declared.values()}:
+    declared = is_named(path) or any(d.factory == path for d in _declared.values())
+    if not declared and not path.startswith(OWN):
         raise exc.LibraryError(
             f"{path!r} was not declared in this process, so it is not imported; "
             "call fxwarm.families.tilelang.declare, or remove the plan that names it"

@@ -13,6 +13,8 @@ from fxwarm.records import CompileKey
 
 Static = bool | int | float | str | None
 FAMILY = "tilelang"
+_named: set[str] = set()
+"""Factories that this process itself made keys of, beside those that came with a file."""
 
 
 def make_key(path: str, statics: Mapping[str, Static]) -> CompileKey:
@@ -21,8 +23,14 @@ def make_key(path: str, statics: Mapping[str, Static]) -> CompileKey:
     >>> print(make_key("tile_kernels.mhc.post_kernel:_mhc_post_fwd", {"mhc": 4, "hidden": 7168}))
     _mhc_post_fwd<hidden=7168, mhc=4>
     """
+    _named.add(path)
     template = tuple(f"{name}={_text(name, value)}" for name, value in sorted(statics.items()))
     return CompileKey(FAMILY, path.partition(":")[2], template, path)
+
+
+def is_named(path: str) -> bool:
+    """Whether this process itself made a key of the factory ``path``."""
+    return path in _named
 
 
 def factory_of(key: CompileKey) -> str:
