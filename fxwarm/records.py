@@ -156,7 +156,7 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
             if pattern:
                 common.append(f"{kernel}<{pattern}>; the table shows the *")
             for place, (p, template) in enumerate(zip(group, templates, strict=True)):
-                names = [kernel, op, *([family] if len(families) > 1 else [])]
+                names = [*dict.fromkeys((kernel, op)), *([family] if len(families) > 1 else [])]
                 head = "\n".join(names[place:]) if place == len(group) - 1 else "".join(names[place : place + 1])
                 rows.append((head, template, shapes_text(p.witness) if p.witness else ""))
         libraries = ", ".join(map(str, self.libraries)) or "no library"
@@ -171,6 +171,9 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
 
     def __str__(self) -> str:
         return str(self.table())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
@@ -302,6 +305,9 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
 
     def __str__(self) -> str:
         return str(self.table())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()

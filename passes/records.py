@@ -249,6 +249,9 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
     def __str__(self) -> str:
         return str(self.table())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 

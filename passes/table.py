@@ -9,10 +9,10 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import rich.table
+    from rich.console import RenderableType
 
 FOLD = 40
 """Rows shown of a long table; the rest is counted."""
@@ -44,21 +44,13 @@ class Table:
         left = len(self.rows) - len(self.shown)
         return [*([f"… and {left} more rows"] if left else []), *self.notes]
 
-    def __rich__(self) -> rich.table.Table:
+    def __rich__(self) -> RenderableType:
         from rich import box
+        from rich.console import Group
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(
-            title=self.title,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            caption=Text("\n".join(self.lines)) if self.lines else None,
-            caption_justify="left",
-            caption_style="dim",
-            pad_edge=False,
-        )
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in self.columns:
             justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
             table.add_column(
@@ -68,14 +60,19 @@ class Table:
             head, _, below = first.partition("\n")
             name = Text.assemble(head, ("\n" + below, "dim")) if below else Text(head)
             table.add_row(name, *map(Text, rest))
-        return table
+        # not as rich's title and caption: those are broken at the width of a narrow table
+        return Group(Text(self.title, "bold"), table, *(Text(line, "dim") for line in self.lines))
 
     def __str__(self) -> str:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None).print(self)
+        # in a notebook rich would display the table instead of writing it
+        Console(file=out, width=WIDTH, color_system=None, force_jupyter=False).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         # currentColor and transparent backgrounds: legible in light and dark themes alike.

@@ -54,30 +54,28 @@ def expr_text(expr: str) -> str:
 
 
 def latex(expr: str) -> str:
-    """Return an expression as LaTeX, for a notebook: floors as brackets, ceilings where the text is one."""
-    import sympy
+    """Return an expression as LaTeX, for a notebook: "(x + 127)//128" as a ceiling, other divisions as floors."""
+    from sympy.printing.latex import LatexPrinter
 
     from passes.expr import parse
 
-    floor = {"FloorDiv", "CleanDiv"}
-    shown = parse(expr).replace(
-        lambda e: type(e).__name__ in floor,
-        lambda e: _rounded(*e.args),
-    )
-    text: str = sympy.latex(shown, mul_symbol="dot", order="none")
+    class Printer(LatexPrinter):  # type: ignore[misc]
+        def _print_FloorDiv(self, node: Any) -> str:
+            base, divisor = node.args
+            constant, rest = base.as_coeff_Add()
+            is_ceiling = divisor.is_Integer and constant and constant == divisor - 1
+            kind, shown = ("ceil", rest) if is_ceiling else ("floor", base)
+            inner = rf"\frac{{{self._print(shown)}}}{{{self._print(divisor)}}}"
+            return rf"\left\l{kind} {inner} \right\r{kind}"
+
+        _print_CleanDiv = _print_FloorDiv
+
+        def _needs_mul_brackets(self, node: Any, **place: bool) -> bool:
+            has_own = type(node).__name__ in ("FloorDiv", "CleanDiv")
+            return not has_own and bool(super()._needs_mul_brackets(node, **place))
+
+    text: str = Printer().doprint(parse(expr))
     return text
-
-
-def _rounded(base: Any, divisor: Any) -> Any:
-    """Return ``base // divisor`` as a floor, or as a ceiling where ``base`` ends in ``divisor - 1``."""
-    import sympy
-
-    constant, rest = base.as_coeff_Add()
-    if divisor.is_Integer and constant == divisor - 1 and constant:
-        return sympy.ceiling(
-            sympy.Mul(rest, sympy.Pow(divisor, -1), evaluate=False), evaluate=False
-        )
-    return sympy.floor(sympy.Mul(base, sympy.Pow(divisor, -1), evaluate=False), evaluate=False)
 
 
 def aliases(call: KernelCall) -> dict[str, str]:

@@ -24,8 +24,8 @@ def console(stderr: bool = False) -> Any:
     """Return rich's console: as wide as the terminal, 120 columns into a file or a pipe."""
     from rich.console import Console
 
-    out = Console(stderr=stderr)
-    return out if out.is_terminal else Console(stderr=stderr, width=WIDTH)
+    out = Console(stderr=stderr, force_jupyter=False)
+    return out if out.is_terminal else Console(stderr=stderr, width=WIDTH, force_jupyter=False)
 
 
 def encode(thing: Any) -> str:
