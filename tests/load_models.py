@@ -104,6 +104,13 @@ class TrainedModel(ToyModel):
         return torch.ops.toy.widen(super().forward(x))
 
 
+def plain() -> tuple[torch.nn.Module, Callable, Callable]:
+    """Return what ``toy`` does, for a model that calls no kernel."""
+    from tests.plain_model import PlainModel
+
+    return PlainModel(), lambda rows: torch.ones(rows, 8), list
+
+
 def trained() -> tuple[torch.nn.Module, Callable, Callable]:
     """Return what ``toy`` does, for a model that can be trained."""
     _, make, events = toy()

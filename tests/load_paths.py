@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PATHS = ("disk", "mega_cache", "aot_compile", "aot_inputs", "precompile", "precompile_mega_cache", "package", "training")
-MODELS = ("toy", "mhc", "gemm")
+MODELS = ("toy", "mhc", "gemm", "plain")
 ROWS = (5, 1, 2, 16, 33, 64, 200)
 
 
@@ -54,6 +54,30 @@ def serve(call: Callable, make: Callable, events: Callable, expect: Callable | N
         "keys": sorted({str(k) for p in fxwarm.plans() for k in p.keys}),
         "warm_keys": sorted({r.plan_key for r in reports}),
     }
+
+
+def blind(path: str, folder: Path) -> dict:
+    """Load what fxwarm saved in a process that has no fxwarm, with torch alone; the model holds no op of ours."""
+    import torch
+
+    class Blocker:
+        def find_spec(self, name: str, *rest: object) -> None:
+            if name.split(".")[0] in ("fxwarm", "passes"):
+                raise ModuleNotFoundError(f"No module named {name.split('.')[0]!r}")
+
+    sys.meta_path.insert(0, Blocker())
+    from tests import plain_model
+
+    model, x = plain_model.PlainModel().eval(), torch.ones(5, 8)
+    if path == "aot_compile":
+        with (folder / path).open("rb") as f:
+            loaded = torch.compiler.load_compiled_function(f)
+        return {"right": bool(torch.allclose(loaded(model, x), model(x)))}
+    info = torch.compiler.load_cache_artifacts((folder / path).read_bytes())
+    with torch.no_grad(), torch._dynamo.config.patch(caching_precompile=path.startswith("precompile")):
+        right = torch.allclose(torch.compile(model)(x), model(x), atol=1e-3)
+    assert "fxwarm" not in sys.modules
+    return {"right": bool(right), "loaded": info is not None}
 
 
 def train(model: Any, make: Callable, events: Callable, backend: Callable) -> dict:
@@ -133,7 +157,7 @@ def stage(path: str, what: str, folder: Path, model_name: str) -> dict:
         compiled._load_aot_compiled_module(file.read_bytes())
         return serve(compiled, make, events, model)
     if path.startswith("precompile"):
-        model = load_models.Broken(model)
+        model = model if model_name == "plain" else load_models.Broken(model)
         if path.endswith("mega_cache") and what == "load":
             torch.compiler.load_cache_artifacts(file.read_bytes())
         with torch._dynamo.config.patch(caching_precompile=True):
@@ -168,6 +192,7 @@ def stage(path: str, what: str, folder: Path, model_name: str) -> dict:
 
 def environment(folder: Path, path: str, what: str) -> dict[str, str]:
     """Private caches; a path through one file finds Inductor's cache empty when it loads."""
+    what = "load" if what == "blind" else what
     through_a_file = path not in ("disk", "precompile", "training")
     inductor = folder / (f"{path}-inductor-{what}" if through_a_file else f"{path}-inductor")
     kernels = folder / f"{path}-kernels"
@@ -195,13 +220,14 @@ def run_stage(path: str, what: str, folder: Path, model: str, **extra: str) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", choices=[*PATHS, "all"])
-    parser.add_argument("what", help="save or load; with all, the folder")
+    parser.add_argument("what", help="save, load or blind (load without fxwarm); with all, the folder")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--model", choices=MODELS, default="toy")
     args = parser.parse_args()
     if args.path != "all":
         args.folder.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(stage(args.path, args.what, args.folder, args.model)))
+        done = blind(args.path, args.folder) if args.what == "blind" else None
+        print(json.dumps(done or stage(args.path, args.what, args.folder, args.model)))
         return 0
     import torch
 

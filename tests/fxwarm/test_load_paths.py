@@ -1,0 +1,54 @@
+"""Every way torch saves and loads a compiled model: a fresh process serves without JIT work.
+
+Each stage is a process of its own; `python tests/load_paths.py all FOLDER` runs them on any torch and prints a table.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import load_paths
+
+SLOW = pytest.mark.slow
+CHOICE = [
+    *(pytest.param("toy", path, marks=[SLOW] if path in ("aot_inputs", "precompile") else []) for path in load_paths.PATHS),
+    *(
+        pytest.param("mhc", path, marks=[] if path in ("disk", "aot_compile", "package") else [SLOW])
+        for path in load_paths.PATHS
+    ),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "path"), CHOICE)
+def test_a_fresh_process_serves_without_jit_work(model, path, tmp_path):
+    if model == "mhc":
+        pytest.importorskip("tilelang")
+    saved, loaded = (load_paths.run_stage(path, what, tmp_path, model) for what in ("save", "load"))
+    for stage in (saved, loaded):
+        assert "error" not in stage, stage["error"]
+        assert stage["right"] and stage["jit"] == [], stage
+    if path == "package":  # nothing ran where it was saved, so nothing was built there
+        assert loaded["loaded"] >= 3 and set(loaded["reports"]) == {"complete"}
+        return
+    assert loaded["built"] == 0 and loaded["loaded"] == saved["loaded"] > 0
+    assert loaded["keys"] == saved["keys"]
+    assert set(loaded["reports"]) == {"complete"}, loaded
+    if path in ("disk", "mega_cache"):
+        assert loaded["warm_keys"] == saved["warm_keys"], "the same graph has the same key in two processes"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [("mega_cache", True), pytest.param("precompile_mega_cache", True, marks=SLOW), ("aot_compile", False)],
+)
+def test_what_fxwarm_saved_loads_where_fxwarm_is_not_installed(path, right, tmp_path):
+    """``aot_compile`` names the class that loads the artifact, and it is ours: there torch says what is missing."""
+    saved = load_paths.run_stage(path, "save", tmp_path, "plain")
+    assert "error" not in saved, saved["error"]
+    loaded = load_paths.run_stage(path, "blind", tmp_path, "plain")
+    if right:
+        assert loaded.get("right") is True, loaded
+    else:
+        assert "No module named 'fxwarm'" in loaded["error"], loaded
