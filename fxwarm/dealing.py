@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from fxwarm.records import CompileKey
-from passes.records import KernelCall, Record
+from fxwarm.records import CompileKey, Tuned
+from passes.records import Gap, KernelCall, Record
 
 K = TypeVar("K", bound=Hashable)
 
@@ -118,6 +118,21 @@ def agree(timings: Mapping[int, Mapping[K, Mapping[str, float]]]) -> dict[K, tup
                 f"choice of rank {rank}",
             )
     return chosen
+
+
+def tuned_alone(family: str, tuned: Iterable[Tuned]) -> list[Gap]:
+    """Return the gap of a family of which this process measured entries that its peers may have measured otherwise."""
+    import torch.distributed as dist
+
+    measured = sum(not t.found and not t.error for t in tuned)
+    peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not measured or not peers:
+        return []
+    reason = (
+        f"rank {dist.get_rank()} tuned {measured} entries alone, so tactics may differ between ranks; "
+        "call fxwarm.warm_all(group) before the first call"
+    )
+    return [Gap(family, reason, family=family)]
 
 
 def name_folder(folder: Path) -> str:

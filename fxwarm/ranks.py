@@ -55,16 +55,6 @@ def warm_together(
         return _Party(callables, meeting, builds=builds).run()
 
 
-def alone(family: str) -> Gap | None:
-    """Return the gap of a family that was tuned outside ``warm_all(group)`` in a process that has peers, or None."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    reason = f"rank {dist.get_rank()} tuned alone, so tactics may differ between ranks; call fxwarm.warm_all(group)"
-    return Gap(family, reason, family=family)
-
-
 class _Party:
     """This rank's side of one ``warm_all(group)``."""
 
@@ -445,17 +435,6 @@ class _Party:
             i.key: t for i, t in self.tuned.items() if i in items
         }
         gaps = [*report.gaps, *self.gaps]
-        for family in {key.family for key in tuned}:
-            if self.meeting.size > 1 and not any(
-                f.name == family and _tunes_together(f) for f, _, _ in self.work.values()
-            ):
-                gaps.append(
-                    Gap(
-                        family,
-                        "tuned on each rank alone, so tactics may differ between ranks",
-                        family=family,
-                    )
-                )
         return msgspec.structs.replace(
             report,
             tuned=tuple(tuned.values()),

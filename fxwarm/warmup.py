@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxwarm import exc, options, receipts
+from fxwarm import dealing, exc, options, receipts
 from fxwarm.family import Bind, KernelFamily, load_families
 from fxwarm.options import Options, resolve
 from fxwarm.planner import make_plan
@@ -273,7 +273,9 @@ class Warmup:
                 try:
                     tune = getattr(family, "tune", None)
                     if tune is not None:
-                        tuned += tune(group, bind)
+                        here = list(tune(group, bind))
+                        tuned += here
+                        gaps += dealing.tuned_alone(family.name, here)
                     wanted = [p for p in group if p.key not in failed and not is_resident(self.device, p.key)]
                     loaded += self._load(family, wanted, bind)
                     if self.options.coverage == "full":

@@ -185,6 +185,7 @@ def test_two_ranks(tmp_path):
         "C6": {"widths": ten, "family": "tuned", "env": {"TOY_CACHE_DIR": c6}, **two},
         "C6again": {"widths": ten, "family": "tuned", "env": {"TOY_CACHE_DIR": c6}, **two},
         "C5": {"widths": [8], "family": "tuned", "env": {"TOY_CACHE_DIR": [c6, b]}, **two},
+        "alone": {"widths": [9], "family": "tuned", "group": False},
         "untunable": {"widths": [9], "family": "tuned", "env": {"TOY_TUNE_FAILS": "1"}},
         "unplannable": {"widths": [9], "env": {"TOY_PLAN_FAILS": ["", "1"]}, "serves": False},
         "C8": {"widths": widths(24), "env": {"TOY_CACHE_DIR": c8}, **two},
@@ -228,6 +229,7 @@ def test_two_ranks(tmp_path):
     one, other = shown["C6"]
     assert one["tactics"] == other["tactics"]
     assert len(one["tactics"]) == 20
+    assert one["status"] == other["status"] == "complete"
     assert any("20 by best mean time" in text for text in one["said"])
     again, _ = shown["C6again"]
     assert again["tactics"] == one["tactics"]
@@ -235,6 +237,8 @@ def test_two_ranks(tmp_path):
     one, other = shown["C5"]
     assert one["tactics"] == other["tactics"]
     assert len(one["tactics"]) == 2
+    for rank, r in enumerate(shown["alone"]):  # no collective, so a gap
+        assert any(f"rank {rank} tuned 3 entries alone" in text for text in r["said"])
     for r in shown["untunable"]:
         assert any("no timer here" in text for text in r["said"])
 
