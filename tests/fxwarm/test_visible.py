@@ -322,6 +322,69 @@ def test_the_installed_backend_sees_the_call_and_its_shapes(deep_gemm, calls):
     assert not calls
 
 
+def entry(module, name: str, parameters: str):
+    """Give ``module`` a function of DeepGEMM's that computes nothing."""
+    scope: dict = {}
+    exec(f"def {name}({parameters}): return None", scope)
+    setattr(module, name, scope[name])
+    return scope[name]
+
+
+def f8(*shape):
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+def test_einsum_masked_and_prenorm_calls_are_seen_with_their_arguments(deep_gemm):
+    einsum = entry(deep_gemm, "einsum", "expr, a, b, d, c=None, use_cublaslt=False")
+    fp8_einsum = entry(deep_gemm, "fp8_einsum", "expr, a, b, d, c=None, recipe=(1, 128, 128)")
+    masked = entry(
+        deep_gemm, "fp8_m_grouped_gemm_nt_masked", "a, b, d, masked_m, expected_m, recipe=None"
+    )
+    prenorm = entry(deep_gemm, "tf32_hc_prenorm_gemm", "a, b, d, sqr_sum, num_splits=None")
+    w, w8, sf = torch.randn(8, 512, 128).bfloat16(), f8(8, 256, 128), torch.ones(8, 2, 1)
+    fn = torch.randn(24, 4096)
+
+    def forward(x):
+        rows = x.shape[0]
+        a = (x + 0).bfloat16().view(rows, 8, 128)
+        einsum("bhr,hdr->bhd", a, w, a.new_empty(rows, 8, 512))
+        a8 = a.to(torch.float8_e4m3fn)
+        fp8_einsum(
+            "bhr,hdr->bhd", (a8, torch.ones(rows, 8, 1)), (w8, sf), a.new_empty(rows, 8, 256)
+        )
+        counts, out = torch.zeros(8, dtype=torch.int32), a.new_empty(8, 64, 256)
+        masked((f8(8, 64, 128), torch.ones(8, 64, 1)), (w8, sf), out, counts, rows)
+        streams = x.bfloat16().repeat(1, 4)
+        prenorm(streams, fn, x.new_empty(16, rows, 24), x.new_empty(16, rows), num_splits=16)
+        return out
+
+    shapes = fxwarm.trace(forward, torch.randn(6, 1024))
+    assert not shapes.gaps, shapes.gaps
+    found = {c.op for c in shapes.calls}
+    assert found == {"einsum", "fp8_einsum", "m_grouped_fp8_gemm_nt_masked", "tf32_hc_prenorm_gemm"}
+    assert next(c for c in shapes.calls if "masked" in c.op).attr("expected_m").upper == 8192
+
+
+def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
+    names = {
+        "fp8_mqa_logits": "q, kv, weights, ks, ke, clean_logits=True",
+        "fp8_paged_mqa_logits": "q, kv, weights, lens, table, meta, max_len, clean_logits=True",
+        "get_paged_mqa_logits_metadata": "context_lens, block_kv, num_sms",
+        "k_grouped_fp8_gemm_tn_contiguous": "a, b, d, ks, ks_tensor, c=None",
+    }
+    logits, paged, metadata, grouped = (entry(deep_gemm, n, p) for n, p in names.items())
+
+    def forward(x):
+        logits(x, x, x, x, x)
+        paged(x, x, x, x, x, x, 64)
+        metadata(x, 64, 132)
+        grouped((x, x), (x, x), x, [64, 64], x)
+        return x + 1
+
+    shapes = fxwarm.trace(forward, torch.randn(6, 8))
+    assert [gap.op for gap in shapes.gaps] == [f"deep_gemm.{name}" for name in names]
+
+
 @pytest.fixture
 def flashinfer(monkeypatch, fresh):
     module = types.ModuleType("flashinfer")

@@ -108,7 +108,7 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
 
     asked = answer_for(fxwarm.Target.named("h200")) if small else contextlib.nullcontext()
     with torch.no_grad(), asked:
-        first, _ = forward(1, 64)
+        first, _ = forward(1, min(64, tokens))
         before = entries()
         second, _ = forward(8, 1)  # one token of several sequences is another graph of Dynamo's
         points = []
