@@ -272,7 +272,9 @@ def _figure(height: float, title: str, width: float = 10.0) -> tuple[Figure, Axe
 def _numbers(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "")
+    )
 
 
 def _svg(figure: Figure) -> Drawing:

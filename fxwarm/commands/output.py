@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ def console(stderr: bool = False) -> Any:
     """Return rich's console: as wide as the terminal, 120 columns into a file or a pipe."""
     from rich.console import Console
 
-    out = Console(stderr=stderr, force_jupyter=False)
-    return out if out.is_terminal else Console(stderr=stderr, width=WIDTH, force_jupyter=False)
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_terminal else WIDTH
+    return Console(stderr=stderr, width=width, force_terminal=is_terminal, force_jupyter=False)
 
 
 def encode(thing: Any) -> str:
