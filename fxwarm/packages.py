@@ -39,7 +39,8 @@ def save_package(
     """Compile an exported program with AOTInductor to ``path`` (``.pt2``), its plan inside; return the path.
 
     ``options`` are Inductor's and ``fxwarm.*``. With ``embed`` an op in the package warms it at its first call even
-    where torch alone loads it; it costs a few microseconds a call, and the package then needs fxwarm to run.
+    where torch alone loads it; it costs a few microseconds a call, and the package then needs fxwarm to run:
+    ``import fxwarm.packages`` before it is loaded.
     """
     from passes.collect import collect
 
@@ -76,7 +77,11 @@ def load_package(path: str, **kwargs: Any) -> Callable[..., Any]:
     if not parcel:
         log.warning("fxwarm: %s carries no plan and is not warmed; save it with fxwarm.save_package", path)
         return loaded
-    return _WarmPackage.unpack(loaded, parcel.encode())
+    try:
+        return _WarmPackage.unpack(loaded, parcel.encode())
+    except ValueError as error:  # a damaged plan must not cost the user the model
+        log.error("fxwarm: %s is not warmed, its plan does not load (%s); save it again", path, error)
+        return loaded
 
 
 class _WarmPackage(WarmCallable):
@@ -124,3 +129,6 @@ def _with_op(program: ExportedProgram, parcel: str) -> ExportedProgram:
         graph.call_function(op, (parcel,))
     program.graph_module.recompile()
     return program
+
+
+define_ensure_warm()  # so that importing this module is enough to load a package that holds the op

@@ -1,0 +1,218 @@
+"""What travels with a saved model, and when the model that comes back is made warm."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+
+import fxwarm
+from fxwarm import artifacts, exc, family, options, warmup
+from fxwarm.artifacts import Parcel, WarmCallable
+from fxwarm.records import Target
+from fxwarm.warmup import Warmup
+from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
+from tests import toy_family
+
+CPU = Target.named("cpu")
+
+
+@pytest.fixture(autouse=True)
+def toy(fresh):
+    family.register(toy_family.Toy)
+    end_process()
+    yield
+    family.unregister("toy")
+
+
+def end_process() -> None:
+    toy_family._loaded.clear()
+    toy_family.events.clear()
+    warmup._resident.clear()
+    artifacts.pending.clear()
+
+
+def shapes(width: int = 8) -> ShapeSet:
+    rows = Dim("s0", 1, 100, ((1, 100, 1),))
+    x, w = TensorSpec("float32", (rows, Dim.static(width))), TensorSpec("float32", (Dim.static(width),))
+    call = KernelCall("toy", "scale", (("x", x), ("w", w)), symbols=(Symbol("s0", 1, 100),))
+    return ShapeSet(calls=(call,), sites=(Site(1, ""),))
+
+
+def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What Inductor compiled."""
+    return toy_family.scale(x, w)
+
+
+X, W = torch.ones(3, 8), torch.full((8,), 2.0)
+
+
+def saved(**given: object) -> bytes:
+    """Compile, warm and pack in what stands for an earlier process."""
+    warm = WarmCallable(run, Warmup(shapes(), options.resolve(given), device=torch.device("cpu"), target=CPU))
+    warm.make_warm()
+    data = warm.pack()
+    end_process()
+    return data
+
+
+def jit() -> list[str]:
+    done = [what for what, _ in toy_family.events]
+    toy_family.events.clear()
+    return done
+
+
+def test_a_parcel_is_json_and_holds_the_plan():
+    parcel = msgspec.json.decode(saved(), type=Parcel)
+    assert parcel.shapes == shapes() and len(parcel.plan) == 3
+
+
+def test_a_loaded_model_is_warm_after_its_first_call_by_the_plan_that_came_with_it(monkeypatch):
+    data = saved()
+    monkeypatch.setattr(toy_family.Toy, "keys", lambda *a: pytest.fail("the plan came along"))
+    warm = WarmCallable.unpack(run, data)
+    assert jit() == []
+    assert warm(X, W).sum() == 48 and jit() == ["load"] * 3
+    warm(torch.ones(16, 8), W)
+    warm(torch.ones(1, 8), W)
+    assert jit() == []
+
+
+def test_a_plan_for_other_libraries_is_made_again(monkeypatch):
+    data = saved()
+    original = toy_family.Toy.library
+    monkeypatch.setattr(
+        toy_family.Toy, "library", lambda self, wanted: msgspec.structs.replace(original(self, wanted), version="2.0")
+    )
+    warm = WarmCallable.unpack(run, data)
+    warm(X, W)
+    assert warm.warmup.plan.libraries[0].version == "2.0" and fxwarm.reports()[0].status == "complete"
+
+
+def test_when_load_begins_to_build_at_once_and_loads_at_the_first_call():
+    data = saved(when="load")
+    for entry in toy_family.cache_dir().glob("scale_*"):
+        (entry / "kernel.so").unlink()
+    warm = WarmCallable.unpack(run, data)
+    warm.warmup.wait()
+    assert jit() == ["build"] * 3
+    warm(X, W)
+    assert jit() == ["load"] * 3
+
+
+def test_when_manual_waits_to_be_asked():
+    warm = WarmCallable.unpack(run, saved(when="manual"))
+    assert warm.warmup._thread is None
+    warm(X, W)
+    assert fxwarm.reports() == [] and jit() == ["load"]
+    fxwarm.warm_all()
+    warm(torch.ones(16, 8), W)
+    assert fxwarm.reports()[0].status == "complete" and "build" not in jit()
+
+
+def test_two_threads_that_call_first_warm_once(monkeypatch):
+    warm = WarmCallable.unpack(run, saved())
+    times, original = [], toy_family.Toy.load
+
+    def load(self, planned, target, bind):
+        times.append(len(planned))
+        time.sleep(0.2)
+        return list(original(self, planned, target, bind))
+
+    monkeypatch.setattr(toy_family.Toy, "load", load)
+    results: list[float] = []
+    threads = [threading.Thread(target=lambda: results.append(float(warm(X, W).sum()))) for _ in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert times == [3] and results == [48.0, 48.0] and jit() == ["load"] * 3
+
+
+def test_a_second_model_of_the_same_kernels_loads_nothing_again():
+    data = saved()
+    WarmCallable.unpack(run, data)(X, W)
+    jit()
+    WarmCallable.unpack(run, data)(X, W)
+    assert jit() == [] and len(fxwarm.reports()) == 2
+
+
+def test_what_showed_only_after_dynamo_is_warm_too_and_travels():
+    end_process()
+    first, second = (
+        WarmCallable(run, Warmup(shapes(width), options.resolve(), device=torch.device("cpu"), target=CPU))
+        for width in (8, 16)
+    )
+    first.after = second
+    first(X, W)
+    assert jit().count("load") == 6
+    data = first.pack()
+    end_process()
+    WarmCallable.unpack(run, data)(X, W)
+    assert jit() == ["load"] * 6
+
+
+def test_it_warms_before_a_graph_is_captured(monkeypatch):
+    """``reduce-overhead``: this callable is outside of the captured part and is called before it."""
+    order: list[str] = []
+    original = toy_family.Toy.load
+
+    def load(self, planned, target, bind):
+        order.append("load")
+        return original(self, planned, target, bind)
+
+    monkeypatch.setattr(toy_family.Toy, "load", load)
+
+    def captured(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        monkeypatch.setattr(artifacts, "is_capturing", lambda: True)
+        order.append("capture")
+        return run(x, w)
+
+    warm = WarmCallable.unpack(captured, saved())
+    order.clear()
+    warm(X, W)
+    warm(X, W)
+    assert order == ["load", "capture", "capture"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_cold_model_met_by_a_capture_says_so_and_does_no_work(strict, monkeypatch, caplog):
+    warm = WarmCallable.unpack(run, saved(strict=strict))
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "is_capturing", lambda: True)
+        if strict:
+            with pytest.raises(exc.ColdCaptureError, match=r"warm_all"):
+                warm(X, W)
+        else:
+            warm(X, W)
+            assert "call fxwarm.warm_all() before it" in caplog.text
+    assert fxwarm.reports() == []
+    warm(X, W)
+    assert fxwarm.reports()[0].status == "complete"
+
+
+def test_foreign_bytes_are_refused_with_what_to_do():
+    with pytest.raises(ValueError, match="compile and save the model again"):
+        WarmCallable.deserialize_compile_artifacts(b"\x80\x04pickle")
+    for data in (b"", b"{}", saved()[:-10], saved().replace(b'"schema":1', b'"schema":99')):
+        with pytest.raises(ValueError, match=r"."):
+            WarmCallable.unpack(run, data)
+
+
+def test_a_damaged_plan_in_a_precompiled_model_costs_the_plan_and_not_the_model(monkeypatch, caplog):
+    from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradCacheArtifact as Artifact
+
+    class Loaded(Artifact):
+        def __init__(self, parcel: bytes | None) -> None:
+            self.fxwarm_parcel = parcel
+
+    monkeypatch.setattr(Artifact, "after_deserialization", lambda self: run)
+    artifacts.hook_precompiled()
+    assert Loaded(b"{").after_deserialization() is run
+    assert "not warmed" in caplog.text and "compile the model again" in caplog.text
+    assert Loaded(None).after_deserialization() is run
+    assert isinstance(Loaded(saved()).after_deserialization(), WarmCallable)
+    once = Artifact.after_deserialization
+    artifacts.hook_precompiled()
+    assert Artifact.after_deserialization is once
