@@ -105,9 +105,13 @@ def _visible_class(base: type, known: Substitute) -> type:
                 functions.refuse(known, str(refused), _place(tx))
             return base.call_function(self, tx, args, kwargs)  # type: ignore[attr-defined]
 
-        _classes[key] = type(
-            base.__name__, (base,), {"known": known, "call_function": call_function}
-        )
+        members = {
+            "known": known,
+            "call_function": call_function,
+            # Dynamo compares by exact class, which the narrower one is not (torch 2.13)
+            "get_real_python_backed_value": lambda self: known.function,
+        }
+        _classes[key] = type(base.__name__, (base,), members)
     return _classes[key]
 
 

@@ -228,6 +228,18 @@ def test_a_function_that_is_replaced_is_seen_anew(deep_gemm, seen):
     assert ops(seen)
 
 
+def test_a_visible_function_is_itself_and_no_other(deep_gemm, seen):
+    functions = [deep_gemm.fp8_gemm_nt, deep_gemm.bf16_gemm_nn]
+
+    def forward(x):
+        for function in functions:
+            if function is functions[0]:
+                x = x + 1
+        return x
+
+    assert torch.compile(forward, backend=seen, fullgraph=True)(torch.zeros(1)).tolist() == [1]
+
+
 def test_grouped_calls_of_2025_bind_their_old_argument_name(deep_gemm, seen):
     def forward(x, w, sf, ids):
         d = torch.empty(x.shape[0], w.shape[1], dtype=torch.bfloat16)
