@@ -144,7 +144,7 @@ def latency(result: Mapping[str, Any]) -> Drawing:
     versions = result["versions"]
     about = f"{result['model']}, {result['card']}, torch {versions['torch']}, {versions['library']}, {result['date']}"
     before = f"Not shown: the very first call, {cold['first_call_s']:.0f} s without and {warm['first_call_s']:.0f} s with."
-    axes.set_xlabel(f"tokens in the step\n{about}. {before}", linespacing=1.8, size=8.5)
+    axes.set_xlabel(f"tokens in the step\n{about}\n{before}", linespacing=1.8, size=8.5)
     return _svg(figure)
 
 
