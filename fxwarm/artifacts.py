@@ -160,8 +160,8 @@ class WarmCallable(_Base):
         inner = fn.inner if isinstance(fn.inner, _Base) else _Bundled(fn.inner)
         parcel = fn.pack()
         head = _MAGIC + len(parcel).to_bytes(8, "little")
-        payload: bytes = type(inner).serialize_compile_artifacts(inner)
-        return head + parcel + payload
+        payload = type(inner).serialize_compile_artifacts(inner)
+        return b"".join((head, parcel, payload))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Any:
@@ -191,7 +191,7 @@ def attach(gm: torch.fx.GraphModule, warm: WarmCallable) -> None:
         log.warning("fxwarm: the plan cannot travel with a precompiled model on torch %s: %s", torch.__version__, error)
         return
     if artifact is not None:
-        artifact.fxwarm_parcel = warm.pack()
+        artifact.fxwarm_parcel = warm.pack()  # type: ignore[attr-defined]
 
 
 def hook_precompiled() -> None:
@@ -217,7 +217,7 @@ def hook_precompiled() -> None:
             return inner
 
     after_deserialization._fxwarm = True  # type: ignore[attr-defined]
-    artifact.after_deserialization = after_deserialization
+    artifact.after_deserialization = after_deserialization  # type: ignore[method-assign]
 
 
 def _define_ops() -> None:

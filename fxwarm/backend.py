@@ -144,9 +144,8 @@ def _inductor(
         inner = graph_key.wrap_inner(inner, keys)
     if after is not None:
         inner = after.wrap(inner)
-    compiled: Callable[..., Any] = module.compile_fx(
-        gm, inputs, inner_compile=inner, config_patches=dict(patches) or None
-    )
+    compile_fx: Any = module.compile_fx  # with a graph, not a serialised one, it returns a callable
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches) or None)
     return compiled
 
 
@@ -172,7 +171,7 @@ def _say(collected: Collected, seconds: float) -> None:
     for bounded in collected.used_max_size:
         log.info("fxwarm: fxwarm.max_size bounds %s", bounded)
     with contextlib.suppress(Exception):
-        from torch._logging import trace_structured
+        from torch._logging._internal import trace_structured
 
         trace_structured(
             "artifact",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -259,9 +259,14 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
     schema: int = SCHEMA
 
     @property
+    def steps(self) -> tuple[Built | Loaded | Tuned, ...]:
+        """Everything that was tried, in the order of the fields."""
+        return cast("tuple[Built | Loaded | Tuned, ...]", (*self.built, *self.loaded, *self.tuned))
+
+    @property
     def failed(self) -> tuple[Built | Loaded | Tuned, ...]:
         """What was tried and went wrong."""
-        return tuple(x for x in (*self.built, *self.loaded, *self.tuned) if x.error)
+        return tuple(x for x in self.steps if x.error)
 
     @property
     def status(self) -> str:
@@ -273,7 +278,7 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
     def table(self) -> Table:
         """Return the report as a table: a row a library and step."""
         rows = []
-        for family in dict.fromkeys(x.key.family for x in (*self.built, *self.loaded, *self.tuned)) | dict.fromkeys(
+        for family in dict.fromkeys(x.key.family for x in self.steps) | dict.fromkeys(
             key.family for key in self.found
         ):
             for name, items in (("built", self.built), ("tuned", self.tuned), ("loaded", self.loaded)):

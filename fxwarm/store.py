@@ -81,7 +81,7 @@ def read(path: Path, cls: type[T]) -> T | None:
             raise ValueError(f"it belongs to user {status.st_uid}, who owns neither this process nor the folder")
         if status.st_mode & stat.S_IWOTH:
             raise ValueError("anybody may write it; chmod o-w it or remove it")
-        record: Any = cls.from_json(path.read_bytes())  # type: ignore[attr-defined]
+        record: T = cls.from_json(path.read_bytes())  # type: ignore[attr-defined]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

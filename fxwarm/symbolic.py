@@ -124,7 +124,7 @@ def _specialized(
     """
     out = []
     for _, node, tensor in _activations(gm, inputs, weights):
-        value = node.meta.get("example_value")
+        value: Any = node.meta.get("example_value")
         marked = [d for d in _marked.get(tensor, ()) if value is not None and d < value.dim()]
         sizes = [_fixed(value.shape[d]) for d in marked]
         if any(size is None for size in sizes):
