@@ -127,7 +127,6 @@ def toy() -> tuple[torch.nn.Module, Callable, Callable]:
 
 def mhc() -> tuple[torch.nn.Module, Callable, Callable]:
     """Return the same for the mHC model."""
-    import fxwarm.ops.mhc
     from fxwarm.families.tilelang import jit
 
     return MhcModel(), lambda rows: torch.ones(rows, 4, 256, dtype=torch.bfloat16), lambda: ["build"] * jit.builds()
@@ -138,7 +137,6 @@ def gemm() -> tuple[torch.nn.Module, Callable, Callable]:
     import os
     from pathlib import Path
 
-    import fxwarm.ops
 
     folder = Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache"
 

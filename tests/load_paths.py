@@ -62,8 +62,8 @@ def blind(path: str, folder: Path) -> dict:
 
     class Blocker:
         def find_spec(self, name: str, *rest: object) -> None:
-            if name.split(".")[0] in ("fxwarm", "passes"):
-                raise ModuleNotFoundError(f"No module named {name.split('.')[0]!r}")
+            if name.split(".", maxsplit=1)[0] in ("fxwarm", "passes"):
+                raise ModuleNotFoundError(f"No module named {name.split('.', maxsplit=1)[0]!r}")
 
     sys.meta_path.insert(0, Blocker())
     from tests import plain_model

@@ -201,7 +201,9 @@ def test_foreign_bytes_are_refused_with_what_to_do():
 
 
 def test_a_damaged_plan_in_a_precompiled_model_costs_the_plan_and_not_the_model(monkeypatch, caplog):
-    from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradCacheArtifact as Artifact
+    from torch._functorch._aot_autograd.aot_autograd_result import (
+        BundledAOTAutogradCacheArtifact as Artifact,
+    )
 
     class Loaded(Artifact):
         def __init__(self, parcel: bytes | None) -> None:
