@@ -127,6 +127,7 @@ def toy() -> tuple[torch.nn.Module, Callable, Callable]:
 
 def mhc() -> tuple[torch.nn.Module, Callable, Callable]:
     """Return the same for the mHC model."""
+    import fxwarm.ops  # noqa: F401  # it defines them
     from fxwarm.families.tilelang import jit
 
     return MhcModel(), lambda rows: torch.ones(rows, 4, 256, dtype=torch.bfloat16), lambda: ["build"] * jit.builds()
