@@ -138,6 +138,7 @@ def gemm() -> tuple[torch.nn.Module, Callable, Callable]:
     import os
     from pathlib import Path
 
+    import fxwarm.ops  # noqa: F401  # it defines them
 
     folder = Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache"
 
