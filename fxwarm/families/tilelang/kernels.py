@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from fxwarm.families.mhc.splits import expression
 from fxwarm.families.tilelang import declarations
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.ops import mhc_factories as factories
-from fxwarm.families.mhc.splits import expression
 from fxwarm.records import Library, Target
 from passes.records import Dim, KernelCall
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fxwarm.families.mhc.splits import BLOCK
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.families.tilelang.kernels import Unknown, Use, uses
 from fxwarm.families.tilelang.statics import FAMILY, Static, make_key
-from fxwarm.families.mhc.splits import BLOCK
 from fxwarm.records import CompileKey, Library, Planned, Target
 from passes.records import Dim, Gap, KernelCall
 

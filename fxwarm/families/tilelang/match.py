@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fxwarm.families.mhc import calls as mhc_calls
 from fxwarm.families.tilelang import declarations
 from fxwarm.families.tilelang.statics import FAMILY
-from fxwarm.families.mhc import calls as mhc_calls
 from passes.records import Gap, KernelCall
 
 
