@@ -71,8 +71,8 @@ __all__ = [
 
 roots.apply()  # each library reads its own variable when it is imported
 
-if "torch" in sys.modules:  # torch.ops.fxwarm.*; without torch, `import fxwarm.ops` when it is there
-    import fxwarm.ops
+if "torch" in sys.modules:  # torch.ops.fxwarm.*; where torch comes later, `import fxwarm.ops`
+    from fxwarm import ops
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 class AfterDynamo:
     """What the inner compile of one graph showed beyond ``seen``, the shapes of Dynamo's graph."""
 
-    def __init__(self, seen: ShapeSet, options: Options, keys: GraphKeys, warm: Callable[[ShapeSet], None]) -> None:
+    def __init__(
+        self, seen: ShapeSet, options: Options, keys: GraphKeys, warm: Callable[[ShapeSet], None]
+    ) -> None:
         """``warm`` is called with what a backward shows that is compiled late, when it first runs."""
         self.shapes = ShapeSet()
         self._seen, self._options, self._keys, self._warm = seen, options, keys, warm
@@ -36,7 +38,9 @@ class AfterDynamo:
     def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``inner`` (an ``inner_compile`` of Inductor) so that the graphs it is given are read first."""
 
-        def read_and_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def read_and_compile(
+            gm: torch.fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any
+        ) -> Any:
             try:
                 self._read(gm, inputs, backward=bool(kwargs.get("is_backward")))
             except Exception as error:  # the user's compile goes on
@@ -71,8 +75,12 @@ class AfterDynamo:
         self._ran = True
         matchers = [family.match for family in load_families().values()]
         options = self._options
-        found = collect(gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops).shapes
-        if not backward:  # Dynamo's graph says more of the ops that it shows: which tensors are weights
+        found = collect(
+            gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops
+        ).shapes
+        if (
+            not backward
+        ):  # Dynamo's graph says more of the ops that it shows: which tensors are weights
             shown = {(c.family, c.op) for c in self._seen.calls}
             kept = [(c, s) for c, s in found.items() if (c.family, c.op) not in shown]
             found = ShapeSet(calls=tuple(c for c, _ in kept), sites=tuple(s for _, s in kept))
@@ -96,6 +104,8 @@ class AfterDynamo:
 def _decomposes(name: str) -> bool:
     """Return whether AOTAutograd takes the op ``name`` apart, so that what it calls shows only after Dynamo."""
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+        return bool(
+            torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        )
     except RuntimeError:  # no such op: a Python function
         return False

@@ -50,7 +50,9 @@ def warm(plan: WarmPlan, device: Any = None, **options: Any) -> WarmReport:
     return warmup.run(plan, resolve(options), device)
 
 
-def warm_model(model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs: Any) -> WarmReport:
+def warm_model(
+    model: Callable[..., Any], *args: Any, max_size: int = 8192, **kwargs: Any
+) -> WarmReport:
     """Trace ``model(*args, **kwargs)`` for any batch up to ``max_size``, plan for this device, and warm."""
     from fxwarm.tracing import trace
 

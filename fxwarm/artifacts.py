@@ -135,7 +135,9 @@ class WarmCallable(_Base):
             shapes, plan = shapes | self.after.warmup.shapes, None
         index = {call: i for i, call in enumerate(shapes.calls)}
         weights = tuple(
-            (index[call], tuple(places.items())) for call, places in self.weights.items() if call in index
+            (index[call], tuple(places.items()))
+            for call, places in self.weights.items()
+            if call in index
         )
         parcel = Parcel(shapes, self.warmup.options, self.warmup.graph_key, plan, weights)
         return msgspec.json.encode(parcel)
@@ -145,7 +147,9 @@ class WarmCallable(_Base):
         """Return the callable that ``pack`` described around a loaded ``inner``. Raises ValueError for bad bytes."""
         parcel: Parcel = decode(data, Parcel)
         _define_ops()
-        warmup = Warmup(parcel.shapes, parcel.options, graph_key=parcel.graph_key, offered=parcel.plan)
+        warmup = Warmup(
+            parcel.shapes, parcel.options, graph_key=parcel.graph_key, offered=parcel.plan
+        )
         weights = {parcel.shapes.calls[i]: dict(places) for i, places in parcel.weights}
         loaded = cls(inner, warmup, weights)
         if parcel.options.when == "load":
@@ -188,7 +192,11 @@ def attach(gm: torch.fx.GraphModule, warm: WarmCallable) -> None:
 
         artifact = PrecompileContext.serialize_artifact_by_key(backend_id) if backend_id else None
     except (ImportError, AttributeError) as error:
-        log.warning("fxwarm: the plan cannot travel with a precompiled model on torch %s: %s", torch.__version__, error)
+        log.warning(
+            "fxwarm: the plan cannot travel with a precompiled model on torch %s: %s",
+            torch.__version__,
+            error,
+        )
         return
     if artifact is not None:
         artifact.fxwarm_parcel = warm.pack()  # type: ignore[attr-defined]
@@ -197,7 +205,9 @@ def attach(gm: torch.fx.GraphModule, warm: WarmCallable) -> None:
 def hook_precompiled() -> None:
     """Make precompiled artifacts that carry a plan come back as warm callables in this process."""
     try:
-        from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradCacheArtifact as artifact
+        from torch._functorch._aot_autograd.aot_autograd_result import (
+            BundledAOTAutogradCacheArtifact as artifact,
+        )
     except ImportError as error:
         log.info("no precompiled artifacts on torch %s: %s", torch.__version__, error)
         return
@@ -213,7 +223,9 @@ def hook_precompiled() -> None:
         try:
             return WarmCallable.unpack(inner, parcel)
         except Exception as error:  # a damaged plan must not cost the user the model
-            log.error("fxwarm: not warmed, its plan does not load (%s); compile the model again", error)
+            log.error(
+                "fxwarm: not warmed, its plan does not load (%s); compile the model again", error
+            )
             return inner
 
     after_deserialization._fxwarm = True  # type: ignore[attr-defined]

@@ -54,9 +54,13 @@ def fxwarm(
         return _inductor(gm, example_inputs, patches)
     target = Target.current(device_of(example_inputs))
     if collected.shapes.calls:
-        with contextlib.suppress(Exception):  # only a head start: what is wrong shows when it is asked
+        with contextlib.suppress(
+            Exception
+        ):  # only a head start: what is wrong shows when it is asked
             planner.prepare(collected.shapes, target)
-        weights = {i for places in keep_weights(collected.weights).values() for i in places.values()}
+        weights = {
+            i for places in keep_weights(collected.weights).values() for i in places.values()
+        }
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
         fixed = symbolic.settle(gm, example_inputs, weights)
         collected = _with_specialized(collected, fixed)
@@ -65,7 +69,9 @@ def fxwarm(
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
     with graph_key.watch(begin_builds) as keys:
-        after = AfterDynamo(collected.shapes, settings, keys, lambda found: _warm_late(found, warmup))
+        after = AfterDynamo(
+            collected.shapes, settings, keys, lambda found: _warm_late(found, warmup)
+        )
         inner = _inductor(gm, example_inputs, patches, keys, after)
     warmup.graph_key = keys.best
     if keys.why:
@@ -126,7 +132,12 @@ def _with_specialized(collected: Collected, found: tuple[Any, ...]) -> Collected
         return collected
     shapes = msgspec.structs.replace(collected.shapes, specialized=found)
     for one in found:
-        log.warning("fxwarm: the model fixed %s to %d at %s", one.source, one.size, one.place or "an unknown line")
+        log.warning(
+            "fxwarm: the model fixed %s to %d at %s",
+            one.source,
+            one.size,
+            one.place or "an unknown line",
+        )
     return dataclasses.replace(collected, shapes=shapes)
 
 
@@ -145,7 +156,9 @@ def _inductor(
     if after is not None:
         inner = after.wrap(inner)
     compile_fx: Any = module.compile_fx  # with a graph, not a serialised one, it returns a callable
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches) or None)
+    compiled: Callable[..., Any] = compile_fx(
+        gm, inputs, inner_compile=inner, config_patches=dict(patches) or None
+    )
     return compiled
 
 
@@ -158,7 +171,8 @@ def _is_meta(inputs: list[Any]) -> bool:
 def _say(collected: Collected, seconds: float) -> None:
     shapes = collected.shapes
     families = ", ".join(
-        f"{sum(c.family == name for c in shapes.calls)} {name}" for name in dict.fromkeys(c.family for c in shapes.calls)
+        f"{sum(c.family == name for c in shapes.calls)} {name}"
+        for name in dict.fromkeys(c.family for c in shapes.calls)
     )
     log.info(
         "fxwarm: %d kernel calls (%s), %d gaps, %d unknown ops in %.2f s",

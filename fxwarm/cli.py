@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def output(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write it to a file")
+        sub.add_argument(
+            "-o", "--output", type=Path, metavar="FILE", help="also write it to a file"
+        )
 
     sub = command(
         "trace", "shapes:trace", "Write the shape set of a model: every JIT kernel call, for any batch.",
@@ -82,9 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder with a Hugging Face config.json (of an fp8 checkpoint; nothing is downloaded), or "
         "module:function that returns (model, args) or (model, args, kwargs)",
     )
-    sub.add_argument("--max-size", type=int, default=8192, metavar="N", help="most tokens of a step (8192)")
-    sub.add_argument("--layers", type=int, metavar="N", help="only the first layers of a configuration")
-    sub.add_argument("--fp8", action="store_true", help="plan for an fp8 checkpoint of a bf16 configuration")
+    sub.add_argument(
+        "--max-size", type=int, default=8192, metavar="N", help="most tokens of a step (8192)"
+    )
+    sub.add_argument(
+        "--layers", type=int, metavar="N", help="only the first layers of a configuration"
+    )
+    sub.add_argument(
+        "--fp8", action="store_true", help="plan for an fp8 checkpoint of a bf16 configuration"
+    )
     output(sub)
 
     sub = command(
@@ -93,12 +101,26 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("shapes", type=Path, help="a shape-set file")
     sub.add_argument("--target", help="cpu, h100, h200, h20, b200, …; this machine by default")
-    sub.add_argument("--library", action="append", default=[], metavar="NAME==VERSION", help="a build to plan for")
+    sub.add_argument(
+        "--library",
+        action="append",
+        default=[],
+        metavar="NAME==VERSION",
+        help="a build to plan for",
+    )
     output(sub)
 
-    sub = command("show", "shapes:show_file", "Show a shape set, a plan or a report.", "plan.json", "plan.json --svg plan.svg")
+    sub = command(
+        "show",
+        "shapes:show_file",
+        "Show a shape set, a plan or a report.",
+        "plan.json",
+        "plan.json --svg plan.svg",
+    )
     sub.add_argument("file", type=Path)
-    sub.add_argument("--svg", type=Path, metavar="FILE", help="draw it too (needs fxwarm[notebooks])")
+    sub.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw it too (needs fxwarm[notebooks])"
+    )
 
     sub = command(
         "diff", "shapes:diff", "Show what changed between two shape sets or two plans; status 1 if anything did.",
@@ -107,9 +129,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("old", type=Path)
     sub.add_argument("new", type=Path)
 
-    sub = command("warm", "warming:warm", "Build, tune and load every kernel of a plan on this machine.", "plan.json --jobs 16")
+    sub = command(
+        "warm",
+        "warming:warm",
+        "Build, tune and load every kernel of a plan on this machine.",
+        "plan.json --jobs 16",
+    )
     sub.add_argument("plan", type=Path)
-    sub.add_argument("--jobs", type=int, default=0, metavar="N", help="compiles at the same time, the CPUs by default")
+    sub.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compiles at the same time, the CPUs by default",
+    )
     output(sub)
 
     sub = command(
@@ -118,7 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("plan", type=Path)
 
-    command("doctor", "machine:doctor", "Say what is installed, what would not work, and what to do.", "", "--json")
+    command(
+        "doctor",
+        "machine:doctor",
+        "Say what is installed, what would not work, and what to do.",
+        "",
+        "--json",
+    )
 
     sub = command(
         "clean", "machine:clean", "Show what lies in the caches and which stored plans use it; remove only with --yes.",
@@ -127,16 +166,28 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--root", action="append", choices=("deep_gemm", "flashinfer", "tilelang", "torch", "fxwarm"), help="a cache to list or clean"
     )  # fmt: skip
-    sub.add_argument("--yes", action="store_true", help="remove what no stored plan uses from the named roots")
+    sub.add_argument(
+        "--yes", action="store_true", help="remove what no stored plan uses from the named roots"
+    )
 
     sub = command(
         "demo", "machine:demo", "Trace two big models without weights, then run a small one cold and warm.",
         "", "--calls 0 --layers 2",
     )  # fmt: skip
-    sub.add_argument("--models", nargs="*", default=["qwen3-30b-a3b", "deepseek-v3"], help="models to trace")
-    sub.add_argument("--max-size", type=int, default=8192, metavar="N", help="most tokens of a step (8192)")
+    sub.add_argument(
+        "--models", nargs="*", default=["qwen3-30b-a3b", "deepseek-v3"], help="models to trace"
+    )
+    sub.add_argument(
+        "--max-size", type=int, default=8192, metavar="N", help="most tokens of a step (8192)"
+    )
     sub.add_argument("--layers", type=int, metavar="N", help="layers of each model, all by default")
-    sub.add_argument("--calls", type=int, default=50, metavar="N", help="token counts of the small model; 0 skips it")
+    sub.add_argument(
+        "--calls",
+        type=int,
+        default=50,
+        metavar="N",
+        help="token counts of the small model; 0 skips it",
+    )
     return parser
 
 

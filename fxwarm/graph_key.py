@@ -15,7 +15,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_FORM = re.compile(r"[af][a-z2-7]{20,64}")  # prefix, then base32 of sha256 as torch._inductor.codecache writes it
+_FORM = re.compile(
+    r"[af][a-z2-7]{20,64}"
+)  # prefix, then base32 of sha256 as torch._inductor.codecache writes it
 
 
 @dataclass

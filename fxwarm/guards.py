@@ -55,7 +55,10 @@ def install(around: Around) -> None:
                 if name not in _installed:
                     try:
                         _installed[name] = _guard(overload, device, claiming, around)
-                    except (RuntimeError, AttributeError) as error:  # no kernel for this device, an older torch
+                    except (
+                        RuntimeError,
+                        AttributeError,
+                    ) as error:  # no kernel for this device, an older torch
                         log.debug("fxwarm: no guard on %s for %s: %s", *name, error)
 
 
@@ -67,7 +70,9 @@ def remove() -> None:
         _installed.clear()
 
 
-def _guard(overload: Any, device: str, families: list[KernelFamily], around: Around) -> torch.library.Library:
+def _guard(
+    overload: Any, device: str, families: list[KernelFamily], around: Around
+) -> torch.library.Library:
     kernel = torch.library.get_kernel(overload, device)
     warm: set[object] = set()
 
@@ -99,12 +104,16 @@ def misses_of(
     arguments = {}
     for at, argument in enumerate(overload._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
-        arguments[argument.name] = _read(args[at] if at < len(args) else kwargs.get(argument.name, default))
+        arguments[argument.name] = _read(
+            args[at] if at < len(args) else kwargs.get(argument.name, default)
+        )
     device = warmup.device_of([*args, *kwargs.values()])
     found = []
     for family in families:
         try:
-            op = OpCall(overload.namespace, overload._schema.name.partition("::")[2], arguments, overload)
+            op = OpCall(
+                overload.namespace, overload._schema.name.partition("::")[2], arguments, overload
+            )
             target = Target.current(device)
             library = family.library({})
             for call in family.match(op):
@@ -124,7 +133,9 @@ def misses_of(
 def _read(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strides = None if value.is_contiguous() else tuple(value.stride())
-        return SymTensor(str(value.dtype).removeprefix("torch."), tuple(value.shape), strides, value.device.type)
+        return SymTensor(
+            str(value.dtype).removeprefix("torch."), tuple(value.shape), strides, value.device.type
+        )
     return tuple(map(_read, value)) if isinstance(value, list | tuple) else value
 
 
@@ -167,7 +178,9 @@ def _overloads() -> list[Any]:
         if namespace not in BUILTIN:
             name, _, overload = rest.partition(".")
             try:
-                found.append(getattr(getattr(getattr(torch.ops, namespace), name), overload or "default"))
+                found.append(
+                    getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+                )
             except AttributeError:  # registered without a schema
                 continue
     return found

@@ -41,7 +41,9 @@ class JitEvent(Record, frozen=True, omit_defaults=False):
     @property
     def severity(self) -> int:
         """3 during a capture, 2 for a compile, a measurement or a trace, 1 for a load or a fallback."""
-        return 3 if self.capturing else 2 if self.kind in ("build", "tune", "trace", "retrace") else 1
+        return (
+            3 if self.capturing else 2 if self.kind in ("build", "tune", "trace", "retrace") else 1
+        )
 
     @property
     def identity(self) -> tuple[str, object]:
@@ -49,7 +51,11 @@ class JitEvent(Record, frozen=True, omit_defaults=False):
         return self.library, self.key or (self.kind, self.op, self.shape, self.place)
 
     def __str__(self) -> str:
-        name = f"{self.op} {self.key}" if self.key is not None and str(self.key) != self.op else self.op
+        name = (
+            f"{self.op} {self.key}"
+            if self.key is not None and str(self.key) != self.op
+            else self.op
+        )
         text = f"{self.library} {self.kind}{' during a graph capture' if self.capturing else ''}: {name}"
         text += f" for {self.shape}" if self.shape else ""
         text += f" at {self.place}" if self.place else ""

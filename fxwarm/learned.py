@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOT_THE_MODEL = ("torch", "fxwarm", "passes", "contextlib", "threading", "functools", "triton", "tilelang")
+_NOT_THE_MODEL = (
+    "torch",
+    "fxwarm",
+    "passes",
+    "contextlib",
+    "threading",
+    "functools",
+    "triton",
+    "tilelang",
+)
 
 
 def event_of(miss: Miss, capturing: bool) -> JitEvent:
@@ -91,7 +100,9 @@ def keep(events: Iterable[JitEvent]) -> None:
         if found:
             warmup.plan = msgspec.structs.replace(plan, planned=(*plan.planned, *found))
             folder = store.root(warmup.options.cache_dir)
-            store.write(store.path_of(folder, receipts.warm_key(plan), "plan"), warmup.plan.to_json())
+            store.write(
+                store.path_of(folder, receipts.warm_key(plan), "plan"), warmup.plan.to_json()
+            )
 
 
 def _warmups() -> list[Warmup]:
@@ -131,7 +142,9 @@ def _out_of_range(planned: KernelCall, call: KernelCall) -> Iterator[tuple[str, 
             size = int(got)
             if want.is_static and int(want) != size:
                 yield f"{name}.shape[{at}] = {size}, not {want}", True
-            elif not want.is_static and not want.lower <= size <= (size if want.upper is None else want.upper):
+            elif not want.is_static and not want.lower <= size <= (
+                size if want.upper is None else want.upper
+            ):
                 yield f"{name}.shape[{at}] = {size}, declared {want.lower}..{want.upper}", False
 
 
@@ -157,7 +170,11 @@ def place_of_stack() -> str:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         file = frame.f_code.co_filename
-        if module.partition(".")[0] not in _NOT_THE_MODEL and "torchinductor" not in file and file[:1] != "<":
+        if (
+            module.partition(".")[0] not in _NOT_THE_MODEL
+            and "torchinductor" not in file
+            and file[:1] != "<"
+        ):
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

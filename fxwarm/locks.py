@@ -41,7 +41,9 @@ def hold(folder: Path, name: str, what: str) -> Iterator[bool]:
         except Timeout:
             if waited:
                 seconds = time.monotonic() - start
-                log.warning("waiting %.0f s for %s: %s", seconds, what, holder(path) or "holder unknown")
+                log.warning(
+                    "waiting %.0f s for %s: %s", seconds, what, holder(path) or "holder unknown"
+                )
             waited = True
     try:
         with contextlib.suppress(OSError):  # a full disk must not cost us the lock

@@ -191,7 +191,9 @@ def _tell(event: JitEvent, before: bool) -> None:
             if seen.learn and seen is _process:
                 learned.keep([event])
         # a process-wide monitor never stops Dynamo: that would cost the user the model
-        stop |= before and seen.mode == "raise" and not (seen is _process and event.library == "dynamo")
+        stop |= (
+            before and seen.mode == "raise" and not (seen is _process and event.library == "dynamo")
+        )
     if stop:
         error = exc.JitError(str(event))
         for seen in _active:

@@ -88,7 +88,9 @@ def use(options: Options) -> Iterator[None]:
         _active.reset(token)
 
 
-def resolve(options: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Options:
+def resolve(
+    options: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+) -> Options:
     """Return the settings of one compile from its ``fxwarm.*`` options (prefix optional) and the environment.
 
     Raises OptionError for an unknown name or an impossible value, naming it and what is possible.
@@ -101,7 +103,9 @@ def resolve(options: Mapping[str, Any] | None = None, environ: Mapping[str, str]
     for key, value in (options or {}).items():
         name = key.removeprefix(PREFIX)
         if name not in NAMES:
-            raise exc.OptionError(f"unknown option {key!r}; {exc.did_you_mean(key, [PREFIX + n for n in NAMES])}")
+            raise exc.OptionError(
+                f"unknown option {key!r}; {exc.did_you_mean(key, [PREFIX + n for n in NAMES])}"
+            )
         values[name] = _convert(name, value, PREFIX + name, strict=True)
     return Options(**values)
 

@@ -55,12 +55,21 @@ def save_package(
         ranges=program.range_constraints,
     )
     # The positions of weights are those of the exported graph, not of the package's call: none travel.
-    parcel = WarmCallable(never_called, Warmup(collected.shapes, settings), register=False).pack().decode()
+    parcel = (
+        WarmCallable(never_called, Warmup(collected.shapes, settings), register=False)
+        .pack()
+        .decode()
+    )
     if embed:
         program = _with_op(program, parcel)
-    configs = {**theirs, "aot_inductor.metadata": {**theirs.get("aot_inductor.metadata", {}), FIELD: parcel}}
+    configs = {
+        **theirs,
+        "aot_inductor.metadata": {**theirs.get("aot_inductor.metadata", {}), FIELD: parcel},
+    }
     return str(
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=path, inductor_configs=configs
+        )
     )
 
 
@@ -75,12 +84,16 @@ def load_package(path: str, **kwargs: Any) -> Callable[..., Any]:
     loaded = torch._inductor.aoti_load_package(path, **kwargs)
     parcel = loaded.get_metadata().get(FIELD)
     if not parcel:
-        log.warning("fxwarm: %s carries no plan and is not warmed; save it with fxwarm.save_package", path)
+        log.warning(
+            "fxwarm: %s carries no plan and is not warmed; save it with fxwarm.save_package", path
+        )
         return loaded
     try:
         return _WarmPackage.unpack(loaded, parcel.encode())
     except ValueError as error:  # a damaged plan must not cost the user the model
-        log.error("fxwarm: %s is not warmed, its plan does not load (%s); save it again", path, error)
+        log.error(
+            "fxwarm: %s is not warmed, its plan does not load (%s); save it again", path, error
+        )
         return loaded
 
 

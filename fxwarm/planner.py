@@ -70,7 +70,14 @@ def make_plan(
         notes += family_notes
         used.append(library)
     reference = [call.op for call in shapes.calls if not _runs_on(target, call.family)]
-    gaps += _silent(shapes, target, [*planned], reference, gaps, libraries)
+    gaps += _silent(
+        shapes,
+        target,
+        planned=[*planned],
+        reference=reference,
+        gaps=gaps,
+        libraries=libraries,
+    )
     return WarmPlan(
         target=target,
         libraries=tuple(used),
@@ -174,6 +181,7 @@ def _check_wanted(wanted: Mapping[str, str], families: Iterable[KernelFamily]) -
 def _silent(
     shapes: ShapeSet,
     target: Target,
+    *,
     planned: Sequence[Planned],
     reference: Sequence[str],
     gaps: Sequence[Gap],
@@ -184,12 +192,18 @@ def _silent(
     quiet = [(c, s) for c, s in shapes.items() if c.family not in spoke and c.op not in reference]
     if not quiet:
         return []
-    used = {family.name: (family, library) for family, _, library in choose(shapes, target, libraries)}
+    used = {
+        family.name: (family, library) for family, _, library in choose(shapes, target, libraries)
+    }
     out = []
     for call, site in quiet:
         family, library = used.get(call.family, (None, None))
         nothing = getattr(family, "needs_nothing", None)
-        if nothing is None or not isinstance(library, Library) or not nothing(call, target, library):
+        if (
+            nothing is None
+            or not isinstance(library, Library)
+            or not nothing(call, target, library)
+        ):
             reason = f"the family {call.family} planned no kernel and gave no reason; report it"
             out.append(Gap(call.op, reason, site.place, call.family))
     return out

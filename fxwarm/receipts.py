@@ -41,7 +41,10 @@ def key_of(shapes: ShapeSet, target: Target, libraries: tuple[Library, ...], gra
     """
     calls = sorted(msgspec.json.encode(call).decode() for call in shapes.calls)
     device = (target.device, target.arch, target.num_sms, target.smem)
-    return digest(calls)[:16] + digest(graph_key, device, libraries, str(torch.__version__), SCHEMA)[:16]
+    return (
+        digest(calls)[:16]
+        + digest(graph_key, device, libraries, str(torch.__version__), SCHEMA)[:16]
+    )
 
 
 def stored_plan(warmup: Warmup) -> WarmPlan | None:
@@ -60,9 +63,13 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
     folder = store.root_with(key, warmup.options.cache_dir)
     receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
     if receipt is not None and receipt.plan_key != key:
-        log.warning("fxwarm: the receipt of %s is of %s; it is not used", key, receipt.plan_key or "nothing")
+        log.warning(
+            "fxwarm: the receipt of %s is of %s; it is not used", key, receipt.plan_key or "nothing"
+        )
         receipt = None
-    damaged = {entry: why for entry in (receipt.entries if receipt else ()) if (why := check_entry(entry))}
+    damaged = {
+        entry: why for entry in (receipt.entries if receipt else ()) if (why := check_entry(entry))
+    }
     if damaged:
         log.warning("fxwarm: receipt %s is stale: %s", key, "; ".join([*damaged.values()][:3]))
         ours = store.read(store.path_of(folder, key, "plan"), WarmPlan)
@@ -92,7 +99,9 @@ def _say_why(folder: Path, key: str, target: Target, libraries: tuple[Library, .
         return
     reasons = []
     if other.target != target:
-        reasons.append(f"it is for {other.target.name} ({other.target.arch or other.target.device}), not {target.name}")
+        reasons.append(
+            f"it is for {other.target.name} ({other.target.arch or other.target.device}), not {target.name}"
+        )
     theirs = {library.distribution: library for library in other.libraries}
     for mine in libraries:
         old = theirs.get(mine.distribution)
@@ -101,10 +110,16 @@ def _say_why(folder: Path, key: str, target: Target, libraries: tuple[Library, .
         elif old.version != mine.version:
             reasons.append(f"it is for {old}, not {mine.version}")
         elif old != mine:
-            names = [n for n in ("fingerprint", "settings", "environment") if getattr(old, n) != getattr(mine, n)]
+            names = [
+                n
+                for n in ("fingerprint", "settings", "environment")
+                if getattr(old, n) != getattr(mine, n)
+            ]
             reasons.append(f"the {' and '.join(names) or 'place'} of {mine} changed")
     reason = "; ".join(reasons) or "it is of another graph, or of another torch"
-    log.info("fxwarm: the receipt %s for the same calls is not used: %s", others[0].parent.name, reason)
+    log.info(
+        "fxwarm: the receipt %s for the same calls is not used: %s", others[0].parent.name, reason
+    )
 
 
 def _age(path: Path) -> float:
@@ -144,8 +159,16 @@ def keep(plan: WarmPlan, report: WarmReport, options: Options) -> WarmReport:
     path = store.path_of(folder, report.plan_key, "receipt")
     try:
         files = _files(plan)
-        kept = None if report.built or any(not t.found for t in report.tuned) else store.read(path, WarmReport)
-        if kept is not None and [e.path for e in kept.entries] == files and not any(map(check_entry, kept.entries)):
+        kept = (
+            None
+            if report.built or any(not t.found for t in report.tuned)
+            else store.read(path, WarmReport)
+        )
+        if (
+            kept is not None
+            and [e.path for e in kept.entries] == files
+            and not any(map(check_entry, kept.entries))
+        ):
             return msgspec.structs.replace(report, entries=kept.entries)
         report = msgspec.structs.replace(report, entries=tuple(map(_entry, files)))
     except OSError as error:  # a file vanished, or a network disk lost its handle

@@ -12,7 +12,6 @@ from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, Specializa
 from passes.table import Table, plural, size
 from passes.text import fold, shapes_text
 
-
 _ENTRY = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,255}")
 
 
@@ -157,11 +156,17 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
                 common.append(f"{kernel}<{pattern}>; the table shows the *")
             for place, (p, template) in enumerate(zip(group, templates, strict=True)):
                 names = [*dict.fromkeys((kernel, op)), *([family] if len(families) > 1 else [])]
-                head = "\n".join(names[place:]) if place == len(group) - 1 else "".join(names[place : place + 1])
+                head = (
+                    "\n".join(names[place:])
+                    if place == len(group) - 1
+                    else "".join(names[place : place + 1])
+                )
                 rows.append((head, template, shapes_text(p.witness) if p.witness else ""))
         libraries = ", ".join(map(str, self.libraries)) or "no library"
         title = f"{plural(len(self), 'kernel')} for {self.target.name} ({self.target.num_sms} SMs) with {libraries}"
-        notes = common + [f"gap: {gap}" for gap in self.gaps] + [f"note: {note}" for note in self.notes]
+        notes = (
+            common + [f"gap: {gap}" for gap in self.gaps] + [f"note: {note}" for note in self.notes]
+        )
         if self.reference:
             notes.append(f"reference implementation here: {', '.join(self.reference)}")
         return Table(title, ("kernel, op", "template|", "smallest call"), rows, notes)
@@ -281,14 +286,30 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
         for family in dict.fromkeys(x.key.family for x in self.steps) | dict.fromkeys(
             key.family for key in self.found
         ):
-            for name, items in (("built", self.built), ("tuned", self.tuned), ("loaded", self.loaded)):
+            for name, items in (
+                ("built", self.built),
+                ("tuned", self.tuned),
+                ("loaded", self.loaded),
+            ):
                 mine = [x for x in items if x.key.family == family]
                 if mine:
                     good = [x for x in mine if not x.error]
                     seconds, worst = sum(x.seconds for x in mine), max(x.seconds for x in mine)
-                    volume = size(sum(x.bytes for x in good if isinstance(x, Built))) if name == "built" else ""
+                    volume = (
+                        size(sum(x.bytes for x in good if isinstance(x, Built)))
+                        if name == "built"
+                        else ""
+                    )
                     rows.append(
-                        (family, name, str(len(good)), str(len(mine) - len(good)), f"{seconds:.2f}", f"{worst:.2f}", volume)
+                        (
+                            family,
+                            name,
+                            str(len(good)),
+                            str(len(mine) - len(good)),
+                            f"{seconds:.2f}",
+                            f"{worst:.2f}",
+                            volume,
+                        )
                     )
             found = sum(key.family == family for key in self.found)
             if found:
@@ -297,11 +318,16 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
         notes = [f"failed: {x.key}: {x.error}" for x in self.failed]
         notes += [f"gap: {gap}" for gap in self.gaps] + [f"absent: {a}" for a in self.absent]
         notes += [f"note: {note}" for note in self.notes]
-        notes += [f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}" for s in self.specialized]
+        notes += [
+            f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}"
+            for s in self.specialized
+        ]
         if self.reference:
             notes.append(f"reference implementation here: {', '.join(self.reference)}")
         if self.peak_bytes:
-            notes.append(f"device memory: {size(self.peak_bytes)} at the peak, {size(self.kept_bytes)} kept by the libraries")
+            notes.append(
+                f"device memory: {size(self.peak_bytes)} at the peak, {size(self.kept_bytes)} kept by the libraries"
+            )
         columns = ("family", "step", "done>", "failed>", "sum s>", "slowest s>", "size>")
         return Table(title, columns, rows, notes)
 

@@ -38,7 +38,9 @@ def apply(root: str = "", environ: MutableMapping[str, str] = os.environ) -> dic
     why = "" if wanted else _no_home(environ)
     if not wanted and not why:
         return {}
-    base = Path(wanted).absolute() if wanted else Path(tempfile.gettempdir(), f"fxwarm-{os.getuid()}")
+    base = (
+        Path(wanted).absolute() if wanted else Path(tempfile.gettempdir(), f"fxwarm-{os.getuid()}")
+    )
     moved: dict[str, Path] = {}
     for module, variable, folder, below_home in _PLACES:
         if environ.get(variable) or (why and not below_home):
@@ -46,12 +48,21 @@ def apply(root: str = "", environ: MutableMapping[str, str] = os.environ) -> dic
         if why and environ.get("HOME") and Path(environ["HOME"], below_home).is_dir():
             continue  # what it holds can still be used
         if module in sys.modules:
-            log.warning("fxwarm: %s is imported already and keeps its cache; set %s before", module, variable)
+            log.warning(
+                "fxwarm: %s is imported already and keeps its cache; set %s before",
+                module,
+                variable,
+            )
             continue
         moved[variable] = base / folder
         environ[variable] = str(base / folder)
     if why and moved:
-        log.warning("fxwarm: %s, so kernels go to %s and may be gone at the next start; set %s", why, base, SETTING)
+        log.warning(
+            "fxwarm: %s, so kernels go to %s and may be gone at the next start; set %s",
+            why,
+            base,
+            SETTING,
+        )
     elif moved:
         log.info("fxwarm: caches are below %s", base)
         warn_if_remote(base)
@@ -64,17 +75,27 @@ def warn_if_remote(folder: Path, mounts: str = "/proc/mounts") -> bool:
         lines = [line.split()[1:3] for line in Path(mounts).read_text().splitlines()]
     except OSError:  # not Linux
         return False
-    above = [(point, kind) for point, kind in lines if folder == Path(point) or Path(point) in folder.parents]
+    above = [
+        (point, kind)
+        for point, kind in lines
+        if folder == Path(point) or Path(point) in folder.parents
+    ]
     kind = max(above, key=lambda pair: len(pair[0]), default=("", ""))[1]
     if kind not in _REMOTE:
         return False
-    log.warning("fxwarm: the cache %s is on a network disk (%s); a local folder is faster and safer", folder, kind)
+    log.warning(
+        "fxwarm: the cache %s is on a network disk (%s); a local folder is faster and safer",
+        folder,
+        kind,
+    )
     return True
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """Return the folder of each variable that is set now."""
-    return {variable: Path(environ[variable]) for _, variable, _, _ in _PLACES if environ.get(variable)}
+    return {
+        variable: Path(environ[variable]) for _, variable, _, _ in _PLACES if environ.get(variable)
+    }
 
 
 def _no_home(environ: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ def read(path: Path, cls: type[T]) -> T | None:
         if status.st_size > LARGEST:
             raise ValueError(f"it has {status.st_size} bytes, more than {LARGEST}")
         if status.st_uid not in (os.getuid(), 0, path.parent.parent.stat().st_uid):
-            raise ValueError(f"it belongs to user {status.st_uid}, who owns neither this process nor the folder")
+            raise ValueError(
+                f"it belongs to user {status.st_uid}, who owns neither this process nor the folder"
+            )
         if status.st_mode & stat.S_IWOTH:
             raise ValueError("anybody may write it; chmod o-w it or remove it")
         record: T = cls.from_json(path.read_bytes())  # type: ignore[attr-defined]
@@ -106,7 +108,9 @@ def _root(wanted: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & stat.S_IWOTH:
-            log.warning("fxwarm: anybody may write %s; chmod o-w it, or set FXWARM_CACHE_DIR", folder)
+            log.warning(
+                "fxwarm: anybody may write %s; chmod o-w it, or set FXWARM_CACHE_DIR", folder
+            )
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:

@@ -141,7 +141,7 @@ def _activations(
     nodes = gm.graph.find_nodes(op="placeholder")
     return [
         (index, node, value)
-        for index, (node, value) in enumerate(zip(nodes, inputs))
+        for index, (node, value) in enumerate(zip(nodes, inputs, strict=False))
         if index not in weights
         and torch.is_tensor(value)
         and not isinstance(value, (torch.nn.Parameter, torch._subclasses.FakeTensor))

@@ -52,7 +52,9 @@ def check_family(
 def restrict(call: KernelCall, upper: int) -> KernelCall:
     """Return ``call`` with each of its sizes bounded by ``upper`` as well: a narrower range of the same call."""
     symbols = tuple(
-        msgspec.structs.replace(s, upper=max(s.lower, min(upper, s.upper if s.upper is not None else upper)))
+        msgspec.structs.replace(
+            s, upper=max(s.lower, min(upper, s.upper if s.upper is not None else upper))
+        )
         for s in call.symbols
     )
     call = msgspec.structs.replace(call, symbols=symbols)
@@ -64,29 +66,40 @@ def restrict(call: KernelCall, upper: int) -> KernelCall:
         return Dim(dim.expr, int(values.min()), int(values.max()), runs.from_array(values))
 
     tensors = tuple(
-        (name, TensorSpec(spec.dtype, tuple(map(narrow, spec.dims)), spec.strides)) for name, spec in call.tensors
+        (name, TensorSpec(spec.dtype, tuple(map(narrow, spec.dims)), spec.strides))
+        for name, spec in call.tensors
     )
-    attrs = tuple((name, narrow(value) if isinstance(value, Dim) else value) for name, value in call.attrs)
+    attrs = tuple(
+        (name, narrow(value) if isinstance(value, Dim) else value) for name, value in call.attrs
+    )
     return msgspec.structs.replace(call, tensors=tensors, attrs=attrs)
 
 
-def _keys(family: KernelFamily, calls: Sequence[KernelCall], target: Target, library: Library) -> list[Planned]:
+def _keys(
+    family: KernelFamily, calls: Sequence[KernelCall], target: Target, library: Library
+) -> list[Planned]:
     return [p for p in family.keys(calls, target, library) if not isinstance(p, Gap)]
 
 
-def _check_keys(family: KernelFamily, planned: Sequence[Planned], target: Target, library: Library) -> None:
+def _check_keys(
+    family: KernelFamily, planned: Sequence[Planned], target: Target, library: Library
+) -> None:
     keys = [p.key for p in planned]
     assert len(keys) == len(set(keys)), "economy: a key is planned twice"
     for p in planned:
         again = msgspec.json.decode(msgspec.json.encode(p.key), type=CompileKey)
         assert again == p.key, f"purity: {p.key} does not survive JSON"
         if p.witness is not None:
-            assert not p.witness.symbols, f"economy: the witness of {p.key} is not static: {p.witness}"
+            assert not p.witness.symbols, (
+                f"economy: the witness of {p.key} is not static: {p.witness}"
+            )
             found = {q.key for q in _keys(family, [p.witness], target, library)}
             assert p.key in found, f"economy: the witness {p.witness} of {p.key} leads to {found}"
 
 
-def _check_call(family: KernelFamily, call: KernelCall, target: Target, library: Library, samples: int) -> None:
+def _check_call(
+    family: KernelFamily, call: KernelCall, target: Target, library: Library, samples: int
+) -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
@@ -109,7 +122,9 @@ def _check_call(family: KernelFamily, call: KernelCall, target: Target, library:
     @given(upper=st.integers(1, largest))
     def monotone(upper: int) -> None:
         narrow = {p.key for p in _keys(family, [restrict(call, upper)], target, library)}
-        assert narrow <= keys, f"monotone: up to {upper} needs {narrow - keys}, up to {largest} does not"
+        assert narrow <= keys, (
+            f"monotone: up to {upper} needs {narrow - keys}, up to {largest} does not"
+        )
 
     coverage()
     if image.exact:

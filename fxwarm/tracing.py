@@ -47,12 +47,19 @@ def trace(
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         try:
             collected = collect(
-                gm, inputs, matchers, max_size=options.max_size, jit_ops=options.jit_ops, strict=True
+                gm,
+                inputs,
+                matchers,
+                max_size=options.max_size,
+                jit_ops=options.jit_ops,
+                strict=True,
             )
         except ValueError as error:
             failed.append(error)
             return gm.forward
-        weights = {i for places in keep_weights(collected.weights).values() for i in places.values()}
+        weights = {
+            i for places in keep_weights(collected.weights).values() for i in places.values()
+        }
         if collected.shapes:
             symbolic.retrace_if_static(gm, inputs, weights, options.symbolic)
         fixed = symbolic.settle(gm, inputs, weights)
@@ -76,16 +83,24 @@ def trace(
         # A module's inputs are activations: marked beforehand, it is traced once, not twice.
         symbolic.mark_leading(leaves, options.symbolic)
     try:
-        with torch.no_grad(), torch._dynamo.config.patch(patch), substitute.questions(target) as denied:
+        with (
+            torch.no_grad(),
+            torch._dynamo.config.patch(patch),
+            substitute.questions(target) as denied,
+        ):
             torch.compile(model, backend=backend)(*args, **kwargs)
     except Exception as error:
         contradiction = _find_mismatch(error)
         if contradiction is None:
-            if denied:  # a gap says that the model took a path for which this machine lacks the kernels
+            if (
+                denied
+            ):  # a gap says that the model took a path for which this machine lacks the kernels
                 log.warning("fxwarm: the trace ended early: %s", error)
                 return unite([*found, ShapeSet(gaps=substitute.take_refusals())])
             raise
-        raise exc.ShapeMismatchError(f"{_place_of(model, error, contradiction)}: {contradiction}") from error
+        raise exc.ShapeMismatchError(
+            f"{_place_of(model, error, contradiction)}: {contradiction}"
+        ) from error
     finally:
         symbolic.unmark(leaves)
     if failed:
@@ -110,7 +125,10 @@ def _place_of(model: Any, error: BaseException, contradiction: Exception) -> str
     """Return the layer that holds tensors of the contradicting shapes, and the user's line, as far as they are known."""
     import torch
 
-    shapes = {tuple(map(int, text.split(","))) for text in re.findall(r"\w\[([\d, ]+)\]", str(contradiction))}
+    shapes = {
+        tuple(map(int, text.split(",")))
+        for text in re.findall(r"\w\[([\d, ]+)\]", str(contradiction))
+    }
     place = ""
     if isinstance(model, torch.nn.Module) and shapes:
         for name, module in model.named_modules():

@@ -154,11 +154,19 @@ class Warmup:
             self._gave_up = True
             reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
             self._built += [Built(key, limit, error=reason) for key in stuck]
-            log.error("fxwarm: going on without %d kernels, first %s: %s", len(stuck), next(iter(stuck)), reason)
+            log.error(
+                "fxwarm: going on without %d kernels, first %s: %s",
+                len(stuck),
+                next(iter(stuck)),
+                reason,
+            )
 
     def _prepare(self) -> None:
         try:
-            with self._working(), torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext():
+            with (
+                self._working(),
+                torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext(),
+            ):
                 self._plan_and_build()
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
@@ -216,7 +224,9 @@ class Warmup:
         for family, group in by_family(plan.planned):
             library = family.library(self.libraries)
             if not library.installed:
-                self._absent[family.name] = f"{library}: install it to warm {len(group)} kernels of {family.name}"
+                self._absent[family.name] = (
+                    f"{library}: install it to warm {len(group)} kernels of {family.name}"
+                )
                 continue
             rest = [p for p in group if p.key not in tried]
             missing = family.missing(rest, self.target)
@@ -224,7 +234,9 @@ class Warmup:
             self._found += [p.key for p in rest if p.key not in lacking]
             if missing and hasattr(family, "build"):
                 if not self._is_proven(family):
-                    missing = missing[:1]  # never seen here: the first key shows whether the rest is worth its time
+                    missing = missing[
+                        :1
+                    ]  # never seen here: the first key shows whether the rest is worth its time
                 self._run_build(family, missing, len(missing))
 
     def _is_proven(self, family: KernelFamily) -> bool:
@@ -234,7 +246,11 @@ class Warmup:
 
     def _run_build(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
         with Progress(f"building {family.name}", total) as progress:
-            for built in each(lambda rest: family.build(rest, self.target, jobs(self.options)), self._note(planned), Built):  # type: ignore[attr-defined]
+            for built in each(
+                lambda rest: family.build(rest, self.target, jobs(self.options)),  # type: ignore[attr-defined]
+                self._note(planned),
+                Built,
+            ):  # type: ignore[attr-defined]
                 if self._gave_up:
                     return
                 self._pending.pop(built.key, None)
@@ -256,7 +272,8 @@ class Warmup:
         return one_by_one()
 
     def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
-        assert self.target is not None and self.device is not None
+        assert self.target is not None
+        assert self.device is not None
         loaded: list[Loaded] = []
         tuned: list[Tuned] = []
         gaps: list[Gap] = []
@@ -276,7 +293,11 @@ class Warmup:
                         here = list(tune(group, bind))
                         tuned += here
                         gaps += dealing.tuned_alone(family.name, here)
-                    wanted = [p for p in group if p.key not in failed and not is_resident(self.device, p.key)]
+                    wanted = [
+                        p
+                        for p in group
+                        if p.key not in failed and not is_resident(self.device, p.key)
+                    ]
                     loaded += self._load(family, wanted, bind)
                     if self.options.coverage == "full":
                         loaded += self._load(family, every_size(plan, family), bind)
@@ -285,7 +306,9 @@ class Warmup:
                         gaps += verify(group)
                 except Exception as error:
                     log.exception("fxwarm: %s", family.name)
-                    gaps.append(Gap(family.name, f"{type(error).__name__}: {error}", family=family.name))
+                    gaps.append(
+                        Gap(family.name, f"{type(error).__name__}: {error}", family=family.name)
+                    )
         report = WarmReport(
             plan_key=receipts.warm_key(plan),
             target=self.target,
@@ -310,7 +333,7 @@ class Warmup:
         assert self.target is not None
         out: list[Loaded] = []
         canary = not self._is_proven(family)
-        for group in ([wanted[:1], wanted[1:]] if canary else [wanted]):
+        for group in [wanted[:1], wanted[1:]] if canary else [wanted]:
             for item in each(lambda rest: family.load(rest, self.target, bind), group, Loaded):  # type: ignore[arg-type]
                 out.append(item)
                 if not item.error:
@@ -333,7 +356,9 @@ class _Stream:
         self._error: BaseException | None = None
         # The options of the warmup are a context variable, which a thread does not inherit.
         run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._run,), name="fxwarm-stream", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=(self._run,), name="fxwarm-stream", daemon=True
+        )
         self._thread.start()
 
     def put(self, planned: Planned) -> None:
@@ -364,7 +389,9 @@ def jobs(options: Options) -> int:
     return options.jobs or len(os.sched_getaffinity(0))
 
 
-def each(step: Callable[[Any], Iterable[T]], planned: Iterable[Planned], failed: type[T]) -> Iterator[T]:
+def each(
+    step: Callable[[Any], Iterable[T]], planned: Iterable[Planned], failed: type[T]
+) -> Iterator[T]:
     """Yield what ``step`` says of each planned kernel. Where it raises at one, that one failed and the rest go on.
 
     What is still being asked for comes as an iterator and cannot be gone through again: then the error is raised, as
@@ -413,7 +440,9 @@ def not_installed(plan: WarmPlan) -> str:
     names = {library.distribution for library in plan.libraries}
     lacking = []
     for family in load_families().values():
-        if not names & set(family.distributions) and not any(map(_is_installed, family.distributions)):
+        if not names & set(family.distributions) and not any(
+            map(_is_installed, family.distributions)
+        ):
             lacking.append(family.distributions[0])
     return f"not installed, and not needed here: {', '.join(lacking)}" if lacking else ""
 
@@ -477,7 +506,9 @@ def memory(device: torch.device) -> Iterator[dict[str, int]]:
         torch.cuda.empty_cache()  # what is kept for reuse would be missing from a profile taken next
 
 
-def run(plan: WarmPlan, options: Options | None = None, device: Any = None, bind: Bind = no_weights) -> WarmReport:
+def run(
+    plan: WarmPlan, options: Options | None = None, device: Any = None, bind: Bind = no_weights
+) -> WarmReport:
     """Make ``plan`` warm on ``device`` (by default the current one of the plan's kind) and return the report."""
     where = torch.device(device) if device is not None else current_device(plan.target.device)
     warmup = Warmup(plan.shapes, options or resolve(), device=where, target=plan.target, plan=plan)
@@ -494,7 +525,10 @@ def current_device(kind: str = "cuda") -> torch.device:
 def device_of(args: Iterable[Any]) -> torch.device:
     """Return the first CUDA device among the tensors in ``args``, else the CPU; without tensors the current device."""
     devices = [a.device for a in args if torch.is_tensor(a)]
-    return next((d for d in devices if d.type == "cuda"), torch.device("cpu") if devices else current_device())
+    return next(
+        (d for d in devices if d.type == "cuda"),
+        torch.device("cpu") if devices else current_device(),
+    )
 
 
 def is_resident(device: torch.device, key: CompileKey) -> bool:

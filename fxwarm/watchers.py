@@ -90,7 +90,9 @@ def watch_dynamo(report: Report) -> Callable[[], None] | None:
     def stop() -> None:
         begun.clear()
         for function, functions in ((start, "start_callbacks"), (end, "end_callbacks")):
-            if function in getattr(callback_handler, functions):  # torch._dynamo.reset() clears them
+            if function in getattr(
+                callback_handler, functions
+            ):  # torch._dynamo.reset() clears them
                 getattr(callback_handler, functions).remove(function)
 
     return stop
@@ -107,7 +109,9 @@ def watch_triton(report: Report) -> Callable[[], None] | None:
     def event(given: dict[str, Any], seconds: float = 0.0) -> JitEvent:
         name = getattr(given.get("fn"), "name", "") or str(given.get("repr", "a kernel"))
         # the hook also runs where the disk cache had it: from outside the two differ only in time
-        return JitEvent("triton", "build", name, shape=str(given.get("repr", ""))[:200], seconds=seconds)
+        return JitEvent(
+            "triton", "build", name, shape=str(given.get("repr", ""))[:200], seconds=seconds
+        )
 
     def pre(*args: Any, **given: Any) -> Any:
         begun[str(given.get("key"))] = time.perf_counter()
@@ -131,7 +135,9 @@ def watch_triton(report: Report) -> Callable[[], None] | None:
 
 def watch_cute(report: Report) -> Callable[[], None] | None:
     """Report each function that CuTe DSL compiles, if it is imported: it has no hook, so its one method is wrapped."""
-    cutlass = sys.modules.get("cutlass.cutlass_dsl.cutlass") or sys.modules.get("cutlass.cutlass_dsl")
+    cutlass = sys.modules.get("cutlass.cutlass_dsl.cutlass") or sys.modules.get(
+        "cutlass.cutlass_dsl"
+    )
     dsl = getattr(cutlass, "CutlassBaseDSL", None)
     original = getattr(dsl, "compile_and_cache", None)
     if dsl is None or original is None:
@@ -139,7 +145,11 @@ def watch_cute(report: Report) -> Callable[[], None] | None:
 
     @functools.wraps(original)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = str(kwargs.get("original_function_name") or kwargs.get("function_name") or (args[2] if len(args) > 2 else ""))
+        name = str(
+            kwargs.get("original_function_name")
+            or kwargs.get("function_name")
+            or (args[2] if len(args) > 2 else "")
+        )
         report(JitEvent("cute", "build", name), before=True)
         begin = time.perf_counter()
         result = original(self, *args, **kwargs)

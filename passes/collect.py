@@ -75,7 +75,9 @@ def collect(
             continue
         name = op.qualified_name
         if name in jit_ops or op.name in jit_ops:
-            reason = f"no family claims this JIT op{_called_with(op)}; install or write a family for it"
+            reason = (
+                f"no family claims this JIT op{_called_with(op)}; install or write a family for it"
+            )
             gap = Gap(name, reason, op.place)
             gaps.setdefault((gap.op, gap.reason, ""), gap)
         else:

@@ -65,7 +65,9 @@ class Dim(Record, frozen=True):
 
     def __int__(self) -> int:
         if not self.is_static:
-            raise ValueError(f"{self.expr} is not static: it ranges over {self.lower}..{self.upper}")
+            raise ValueError(
+                f"{self.expr} is not static: it ranges over {self.lower}..{self.upper}"
+            )
         return self.lower
 
     def attainable(self) -> np.ndarray:
@@ -76,7 +78,9 @@ class Dim(Record, frozen=True):
         if self.values is not None:
             return runs.to_array(self.values)
         if self.upper is None:
-            raise ValueError(f"{self.expr} has no upper bound; give one with max_size or torch._check")
+            raise ValueError(
+                f"{self.expr} has no upper bound; give one with max_size or torch._check"
+            )
         return runs.to_array(((self.lower, self.upper, 1),))
 
     def __str__(self) -> str:
@@ -124,7 +128,9 @@ class KernelCall(Record, frozen=True):
         for key, spec in self.tensors:
             if key == name:
                 return spec
-        raise KeyError(f"{self.op} has no tensor {name!r}; it has {', '.join(k for k, _ in self.tensors)}")
+        raise KeyError(
+            f"{self.op} has no tensor {name!r}; it has {', '.join(k for k, _ in self.tensors)}"
+        )
 
     def __contains__(self, name: str) -> bool:
         return any(key == name for key, _ in self.tensors)
@@ -190,7 +196,9 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
 
     def __post_init__(self) -> None:
         if len(self.sites) != len(self.calls):
-            raise ValueError(f"a shape set needs one site a call: {len(self.calls)} calls, {len(self.sites)} sites")
+            raise ValueError(
+                f"a shape set needs one site a call: {len(self.calls)} calls, {len(self.sites)} sites"
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -236,9 +244,14 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
             cells = ([name, *place_lines(site.place)], call_lines(call), size_lines(call))
             rows.append((*map("\n".join, cells), str(site.count)))
         notes = [f"gap: {gap}" for gap in self.gaps]
-        notes += [f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}" for s in self.specialized]
+        notes += [
+            f"fixed while tracing: {s.source} = {s.size} at {s.place or 'an unknown line'}"
+            for s in self.specialized
+        ]
         if self.unknown:
-            notes.append("custom ops that no family knows: " + ", ".join(u.op for u in self.unknown))
+            notes.append(
+                "custom ops that no family knows: " + ", ".join(u.op for u in self.unknown)
+            )
         of = f" of {families[0]}" if len(families) == 1 else ""
         title = f"{plural(len(self), 'kernel call')}{of}, {plural(len(self.gaps), 'gap')}"
         return Table(title, ("call, first place", "tensors", "sizes", "nodes>"), rows, notes)
@@ -285,11 +298,19 @@ def unite(sets: Iterable[ShapeSet]) -> ShapeSet:
             calls[call] = site if seen is None else Site(seen.count + site.count, seen.place)
         for op in shapes.unknown:
             known = unknown.get(op.op)
-            unknown[op.op] = op if known is None else UnknownOp(op.op, known.count + op.count, known.place)
+            unknown[op.op] = (
+                op if known is None else UnknownOp(op.op, known.count + op.count, known.place)
+            )
         gaps.update(dict.fromkeys(shapes.gaps))
         specialized.update(dict.fromkeys(shapes.specialized))
     calls = join_ranges(calls)
-    return ShapeSet(tuple(calls), tuple(calls.values()), tuple(gaps), tuple(unknown.values()), tuple(specialized))
+    return ShapeSet(
+        tuple(calls),
+        tuple(calls.values()),
+        tuple(gaps),
+        tuple(unknown.values()),
+        tuple(specialized),
+    )
 
 
 def decode(text: str | bytes, cls: type[T]) -> T:
@@ -301,11 +322,17 @@ def decode(text: str | bytes, cls: type[T]) -> T:
     try:
         head = msgspec.json.decode(text, type=_Head)
     except msgspec.DecodeError as error:
-        raise ValueError(f"this is no {name}: {error}; the file is truncated or not ours, make it again") from None
+        raise ValueError(
+            f"this is no {name}: {error}; the file is truncated or not ours, make it again"
+        ) from None
     if head.kind != f"fxwarm.{name}":
-        raise ValueError(f"this is no {name} but {head.kind or 'a foreign file'}; give a file that fxwarm wrote")
+        raise ValueError(
+            f"this is no {name} but {head.kind or 'a foreign file'}; give a file that fxwarm wrote"
+        )
     if head.schema != SCHEMA:
-        raise ValueError(f"this {name} has schema {head.schema}, this fxwarm reads {SCHEMA}; make the file again")
+        raise ValueError(
+            f"this {name} has schema {head.schema}, this fxwarm reads {SCHEMA}; make the file again"
+        )
     try:
         return msgspec.json.decode(text, type=cls)
     except (msgspec.ValidationError, RecursionError, ValueError) as error:

@@ -41,7 +41,9 @@ def to_array(runs: Runs) -> np.ndarray:
     import numpy as np
 
     if any(step < 1 or last < first for first, last, step in runs) or size(runs) > LARGEST:
-        raise ValueError(f"the runs {runs[:3]}... are not ascending or hold more than {LARGEST} values")
+        raise ValueError(
+            f"the runs {runs[:3]}... are not ascending or hold more than {LARGEST} values"
+        )
     parts = [np.arange(first, last + 1, step, dtype=np.int64) for first, last, step in runs]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 

@@ -22,7 +22,11 @@ def cases(kind: str) -> list:
     """Return the cases of one kind from public bug reports, as pytest parameters with their ids."""
     path = SHARED / "cases.json"
     if not path.exists():
-        return [pytest.param({}, marks=pytest.mark.skip(reason="cases.json lies beside the checkout only in CI"))]
+        return [
+            pytest.param(
+                {}, marks=pytest.mark.skip(reason="cases.json lies beside the checkout only in CI")
+            )
+        ]
     return [pytest.param(c, id=c["id"]) for c in json.loads(path.read_text()) if c["kind"] == kind]
 
 

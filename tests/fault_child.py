@@ -35,10 +35,16 @@ class Careful(Toy):
     """The toy with what its room would have: versions, whole files only, faults on demand."""
 
     def library(self, wanted: Any) -> Library:
-        return Library("toy-jit", os.environ.get("TOY_VERSION", "1.0"), installed=True, module="toy")
+        return Library(
+            "toy-jit", os.environ.get("TOY_VERSION", "1.0"), installed=True, module="toy"
+        )
 
     def missing(self, planned: Any, target: Target) -> list[Any]:
-        return [p for p in planned if not is_whole_elf(cache_dir() / name_of(*p.key.template) / "kernel.so")]
+        return [
+            p
+            for p in planned
+            if not is_whole_elf(cache_dir() / name_of(*p.key.template) / "kernel.so")
+        ]
 
     def build(self, planned: Any, target: Target, jobs: int) -> Any:
         for p in planned:

@@ -34,7 +34,9 @@ class MhcModel(torch.nn.Module):
         self.register_buffer("base", torch.zeros(24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        post, comb, out = torch.ops.fxwarm.mhc_pre(x, self.fn, self.scale, self.base, 1e-6, 1e-6, 1e-6, 2.0, 20)
+        post, comb, out = torch.ops.fxwarm.mhc_pre(
+            x, self.fn, self.scale, self.base, 1e-6, 1e-6, 1e-6, 2.0, 20
+        )
         return out.float().sum(-1) + post.flatten(1).sum(-1) + comb.flatten(1).sum(-1)
 
 
@@ -45,7 +47,9 @@ class GemmModel(torch.nn.Module):
         super().__init__()
         from fxwarm.ops import per_block_cast_to_fp8
 
-        weight, scale = per_block_cast_to_fp8(torch.randn(n, k, generator=torch.Generator().manual_seed(0)))
+        weight, scale = per_block_cast_to_fp8(
+            torch.randn(n, k, generator=torch.Generator().manual_seed(0))
+        )
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.scale = torch.nn.Parameter(scale, requires_grad=False)
 
@@ -75,7 +79,9 @@ def _scale_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.ops.toy.scale(grad, ctx.saved_tensors[0]), None
 
 
-toy_family.scale.register_autograd(_scale_back, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]))
+toy_family.scale.register_autograd(
+    _scale_back, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1])
+)
 
 
 @torch.library.custom_op("toy::widen", mutates_args=())
@@ -122,7 +128,11 @@ def toy() -> tuple[torch.nn.Module, Callable, Callable]:
     from fxwarm import family
 
     family.register(toy_family.Toy)
-    return ToyModel(), lambda rows: torch.ones(rows, 8), lambda: [f"{a} {b}" for a, b in toy_family.events]
+    return (
+        ToyModel(),
+        lambda rows: torch.ones(rows, 8),
+        lambda: [f"{a} {b}" for a, b in toy_family.events],
+    )
 
 
 def mhc() -> tuple[torch.nn.Module, Callable, Callable]:
@@ -130,7 +140,11 @@ def mhc() -> tuple[torch.nn.Module, Callable, Callable]:
     import fxwarm.ops  # noqa: F401  # it defines them
     from fxwarm.families.tilelang import jit
 
-    return MhcModel(), lambda rows: torch.ones(rows, 4, 256, dtype=torch.bfloat16), lambda: ["build"] * jit.builds()
+    return (
+        MhcModel(),
+        lambda rows: torch.ones(rows, 4, 256, dtype=torch.bfloat16),
+        lambda: ["build"] * jit.builds(),
+    )
 
 
 def gemm() -> tuple[torch.nn.Module, Callable, Callable]:

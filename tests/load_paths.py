@@ -23,7 +23,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-PATHS = ("disk", "mega_cache", "aot_compile", "aot_inputs", "precompile", "precompile_mega_cache", "package", "training")
+PATHS = (
+    "disk",
+    "mega_cache",
+    "aot_compile",
+    "aot_inputs",
+    "precompile",
+    "precompile_mega_cache",
+    "package",
+    "training",
+)
 MODELS = ("toy", "mhc", "gemm", "plain")
 ROWS = (5, 1, 2, 16, 33, 64, 200)
 
@@ -42,7 +51,9 @@ def serve(call: Callable, make: Callable, events: Callable, expect: Callable | N
         for rows in ROWS[1:]:
             x = make(rows)
             out = call(x)
-            right &= expect is None or torch.allclose(out.float(), expect(x).float(), atol=1e-3, rtol=1e-2)
+            right &= expect is None or torch.allclose(
+                out.float(), expect(x).float(), atol=1e-3, rtol=1e-2
+            )
     reports = fxwarm.reports()
     return {
         "jit": [str(e) for e in events()[before:]],
@@ -74,7 +85,10 @@ def blind(path: str, folder: Path) -> dict:
             loaded = torch.compiler.load_compiled_function(f)
         return {"right": bool(torch.allclose(loaded(model, x), model(x)))}
     info = torch.compiler.load_cache_artifacts((folder / path).read_bytes())
-    with torch.no_grad(), torch._dynamo.config.patch(caching_precompile=path.startswith("precompile")):
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(caching_precompile=path.startswith("precompile")),
+    ):
         right = torch.allclose(torch.compile(model)(x), model(x), atol=1e-3)
     assert "fxwarm" not in sys.modules
     return {"right": bool(right), "loaded": info is not None}
@@ -133,7 +147,9 @@ def stage(path: str, what: str, folder: Path, model_name: str) -> dict:
             x = make(5)
             torch._dynamo.mark_dynamic(x, 0)
             with torch.no_grad():
-                compiled = torch.compile(model, fullgraph=True, backend=backend).forward.aot_compile(((x,), {}))
+                compiled = torch.compile(
+                    model, fullgraph=True, backend=backend
+                ).forward.aot_compile(((x,), {}))
             compiled.save_compiled_function(str(file))
             return serve(lambda y: compiled(model, y), lambda r: make(max(r, 2)), events, model)
         with file.open("rb") as f:
@@ -209,7 +225,15 @@ def run_stage(path: str, what: str, folder: Path, model: str, **extra: str) -> d
     root = Path(__file__).resolve().parents[1]
     env = {**os.environ, **environment(folder, path, what), **extra}
     env["PYTHONPATH"] = os.pathsep.join([str(root), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(Path(__file__).resolve()), path, what, str(folder), "--model", model]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        path,
+        what,
+        str(folder),
+        "--model",
+        model,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -220,7 +244,9 @@ def run_stage(path: str, what: str, folder: Path, model: str, **extra: str) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", choices=[*PATHS, "all"])
-    parser.add_argument("what", help="save, load or blind (load without fxwarm); with all, the folder")
+    parser.add_argument(
+        "what", help="save, load or blind (load without fxwarm); with all, the folder"
+    )
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--model", choices=MODELS, default="toy")
     args = parser.parse_args()

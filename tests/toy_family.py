@@ -109,7 +109,9 @@ class Toy:
     def library(self, wanted: Mapping[str, str]) -> Library:
         return Library("toy-jit", wanted.get("toy-jit", "1.0"), installed=True, module=__name__)
 
-    def keys(self, calls: Sequence[KernelCall], target: Target, library: Library) -> Iterable[Planned | Gap]:
+    def keys(
+        self, calls: Sequence[KernelCall], target: Target, library: Library
+    ) -> Iterable[Planned | Gap]:
         for call in calls:
             width, rows = int(call["w"].dims[0]), call["x"].dims[0]
             image = bound.image(call, rows)
@@ -132,9 +134,13 @@ class Toy:
             try:
                 with hold(cache_dir() / "locks", name, f"toy kernel {name}"):
                     entry = compile_kernel(name)
-                yield Built(p.key, time.perf_counter() - begin, (entry / "kernel.so").stat().st_size)
+                yield Built(
+                    p.key, time.perf_counter() - begin, (entry / "kernel.so").stat().st_size
+                )
             except subprocess.CalledProcessError as error:
-                yield Built(p.key, error=f"cc exited with {error.returncode}: {error.stderr.strip()[-200:]}")
+                yield Built(
+                    p.key, error=f"cc exited with {error.returncode}: {error.stderr.strip()[-200:]}"
+                )
 
     def load(self, planned: Sequence[Planned], target: Target, bind: Any) -> Iterable[Loaded]:
         for p in planned:

@@ -13,8 +13,8 @@ import msgspec
 from fxwarm import exc
 from fxwarm.demo.mhc_moe import HIDDEN, LARGEST, STREAMS, Call, Run
 from fxwarm.devices import CPU_SMS
-from fxwarm.ops.mhc_factories import has_tilelang
 from fxwarm.families.mhc.splits import num_splits
+from fxwarm.ops.mhc_factories import has_tilelang
 from passes.records import Record
 
 CACHES = {

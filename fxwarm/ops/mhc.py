@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxwarm.families.mhc.splits import device_sms, num_splits
 from fxwarm.ops import mhc_factories as factories
 from fxwarm.ops._define import define_op
 from fxwarm.ops.mhc_reference import mhc_post_reference, mhc_pre_reference, prenorm_reference
-from fxwarm.families.mhc.splits import device_sms, num_splits
 
 log = logging.getLogger(__name__)
 

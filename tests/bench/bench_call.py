@@ -27,7 +27,12 @@ def main() -> None:
         compiled(x)
         warm = artifacts.pending[-1]
         args = (model.weight, model.bias, 8, x)
-        for args in ((8, x, model.weight, model.bias), (model.weight, model.bias, 8, x), (model.weight, model.bias, x), (x, model.weight, model.bias)):
+        for args in (
+            (8, x, model.weight, model.bias),
+            (model.weight, model.bias, 8, x),
+            (model.weight, model.bias, x),
+            (x, model.weight, model.bias),
+        ):
             try:
                 warm(*args)
                 break
@@ -38,7 +43,9 @@ def main() -> None:
             outer.append(timeit.timeit(lambda: warm(*args), number=2000) / 2000)
             inner.append(timeit.timeit(lambda: warm.inner(*args), number=2000) / 2000)
     through, without = statistics.median(outer), statistics.median(inner)
-    print(f"through fxwarm {through * 1e6:.2f} µs, without {without * 1e6:.2f} µs, ratio {through / without:.3f}, added {1e9 * (through - without):.0f} ns")
+    print(
+        f"through fxwarm {through * 1e6:.2f} µs, without {without * 1e6:.2f} µs, ratio {through / without:.3f}, added {1e9 * (through - without):.0f} ns"
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ def graph(calls: int) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
 
     with torch.device("meta"):
         a = torch.empty(64, 512, dtype=torch.float8_e4m3fn)
-        args = (a, torch.empty(64, 4), torch.empty(1024, 512, dtype=torch.float8_e4m3fn), torch.empty(8, 4))
+        args = (
+            a,
+            torch.empty(64, 4),
+            torch.empty(1024, 512, dtype=torch.float8_e4m3fn),
+            torch.empty(8, 4),
+        )
     for tensor in args[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)
     torch.compile(model, backend=keep)(*args)

@@ -50,7 +50,9 @@ def main() -> None:
     spread = (max(times["none"]) - min(times["none"])) / base
     for name, found in times.items():
         middle = statistics.median(found)
-        print(f"{name:9} {middle * 1e6:6.2f} us, ratio {middle / base:.3f}, added {(middle - base) * 1e9:+.0f} ns")
+        print(
+            f"{name:9} {middle * 1e6:6.2f} us, ratio {middle / base:.3f}, added {(middle - base) * 1e9:+.0f} ns"
+        )
     print(f"noise: the runs without a monitor differ by {spread:.0%}")
 
 

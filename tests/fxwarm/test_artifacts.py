@@ -37,7 +37,10 @@ def end_process() -> None:
 
 def shapes(width: int = 8) -> ShapeSet:
     rows = Dim("s0", 1, 100, ((1, 100, 1),))
-    x, w = TensorSpec("float32", (rows, Dim.static(width))), TensorSpec("float32", (Dim.static(width),))
+    x, w = (
+        TensorSpec("float32", (rows, Dim.static(width))),
+        TensorSpec("float32", (Dim.static(width),)),
+    )
     call = KernelCall("toy", "scale", (("x", x), ("w", w)), symbols=(Symbol("s0", 1, 100),))
     return ShapeSet(calls=(call,), sites=(Site(1, ""),))
 
@@ -52,7 +55,9 @@ X, W = torch.ones(3, 8), torch.full((8,), 2.0)
 
 def saved(**given: object) -> bytes:
     """Compile, warm and pack in what stands for an earlier process."""
-    warm = WarmCallable(run, Warmup(shapes(), options.resolve(given), device=torch.device("cpu"), target=CPU))
+    warm = WarmCallable(
+        run, Warmup(shapes(), options.resolve(given), device=torch.device("cpu"), target=CPU)
+    )
     warm.make_warm()
     data = warm.pack()
     end_process()
@@ -85,11 +90,15 @@ def test_a_plan_for_other_libraries_is_made_again(monkeypatch):
     data = saved()
     original = toy_family.Toy.library
     monkeypatch.setattr(
-        toy_family.Toy, "library", lambda self, wanted: msgspec.structs.replace(original(self, wanted), version="2.0")
+        toy_family.Toy,
+        "library",
+        lambda self, wanted: msgspec.structs.replace(original(self, wanted), version="2.0"),
     )
     warm = WarmCallable.unpack(run, data)
     warm(X, W)
-    assert warm.warmup.plan.libraries[0].version == "2.0" and fxwarm.reports()[0].status == "complete"
+    assert (
+        warm.warmup.plan.libraries[0].version == "2.0" and fxwarm.reports()[0].status == "complete"
+    )
 
 
 def test_when_load_begins_to_build_at_once_and_loads_at_the_first_call():
@@ -124,7 +133,9 @@ def test_two_threads_that_call_first_warm_once(monkeypatch):
 
     monkeypatch.setattr(toy_family.Toy, "load", load)
     results: list[float] = []
-    threads = [threading.Thread(target=lambda: results.append(float(warm(X, W).sum()))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: results.append(float(warm(X, W).sum()))) for _ in range(2)
+    ]
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert times == [3] and results == [48.0, 48.0] and jit() == ["load"] * 3
@@ -141,7 +152,9 @@ def test_a_second_model_of_the_same_kernels_loads_nothing_again():
 def test_what_showed_only_after_dynamo_is_warm_too_and_travels():
     end_process()
     first, second = (
-        WarmCallable(run, Warmup(shapes(width), options.resolve(), device=torch.device("cpu"), target=CPU))
+        WarmCallable(
+            run, Warmup(shapes(width), options.resolve(), device=torch.device("cpu"), target=CPU)
+        )
         for width in (8, 16)
     )
     first.after = second
@@ -200,7 +213,9 @@ def test_foreign_bytes_are_refused_with_what_to_do():
             WarmCallable.unpack(run, data)
 
 
-def test_a_damaged_plan_in_a_precompiled_model_costs_the_plan_and_not_the_model(monkeypatch, caplog):
+def test_a_damaged_plan_in_a_precompiled_model_costs_the_plan_and_not_the_model(
+    monkeypatch, caplog
+):
     from torch._functorch._aot_autograd.aot_autograd_result import (
         BundledAOTAutogradCacheArtifact as Artifact,
     )

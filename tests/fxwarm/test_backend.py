@@ -50,7 +50,9 @@ def test_no_size_in_the_range_builds_or_loads_after_the_first_call():
     model = Model()
     compiled = torch.compile(model, backend=backend)
     compiled(torch.randn(5, 8))
-    assert sorted(jit()) == sorted((what, f"scale_8_{kind}") for what in ("build", "load") for kind in toy_family.CLASSES)
+    assert sorted(jit()) == sorted(
+        (what, f"scale_8_{kind}") for what in ("build", "load") for kind in toy_family.CLASSES
+    )
     for rows in (1, 2, 16, 33, 64, 1000):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(compiled(x), model(x))
@@ -189,13 +191,19 @@ def test_an_unknown_option_is_one_clear_error_and_inductors_options_still_work()
         torch.compile(Model(), backend=backend, options={"fxwarm.max_sise": 3})(torch.randn(4, 8))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="no_such_inductor_option"):
-        torch.compile(Model(), backend=backend, options={"no_such_inductor_option": 3})(torch.randn(4, 8))
+        torch.compile(Model(), backend=backend, options={"no_such_inductor_option": 3})(
+            torch.randn(4, 8)
+        )
     torch._dynamo.reset()
     model, x = Model(), torch.randn(4, 8)
-    compiled = torch.compile(model, backend=backend, options={"epilogue_fusion": False, "fxwarm.max_size": 64})
+    compiled = torch.compile(
+        model, backend=backend, options={"epilogue_fusion": False, "fxwarm.max_size": 64}
+    )
     torch.testing.assert_close(compiled(x), model(x))
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, backend=backend, mode="reduce-overhead")(x), model(x))
+    torch.testing.assert_close(
+        torch.compile(model, backend=backend, mode="reduce-overhead")(x), model(x)
+    )
 
 
 @torch.no_grad()
@@ -253,7 +261,10 @@ def test_two_threads_making_the_first_call_warm_once():
     threads = [threading.Thread(target=warm.make_warm, args=(args,)) for _ in range(4)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    assert sorted(e for e in jit() if e[0] == "build") == [("build", "scale_8_mult16"), ("build", "scale_8_one")]
+    assert sorted(e for e in jit() if e[0] == "build") == [
+        ("build", "scale_8_mult16"),
+        ("build", "scale_8_one"),
+    ]
     assert len(fxwarm.reports()) == 1
 
 
@@ -359,7 +370,10 @@ def test_a_contradiction_is_refused_at_trace_with_the_layer_and_both_shapes():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             a, a_sf = x.to(torch.float8_e4m3fn), x.new_empty(x.shape[0], 4)
-            d, ids = x.new_empty(x.shape[0], 256, dtype=torch.bfloat16), x.new_empty(x.shape[0], dtype=torch.int32)
+            d, ids = (
+                x.new_empty(x.shape[0], 256, dtype=torch.bfloat16),
+                x.new_empty(x.shape[0], dtype=torch.int32),
+            )
             torch.ops.fxwarm.m_grouped_fp8_gemm_nt_contiguous(a, a_sf, self.w, self.sf, d, ids)
             return d
 

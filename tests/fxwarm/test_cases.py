@@ -47,7 +47,10 @@ class Dense(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        a, a_sf = x.new_empty(rows, self.k, dtype=FP8), x.new_empty(rows, up(self.k), dtype=torch.float32)
+        a, a_sf = (
+            x.new_empty(rows, self.k, dtype=FP8),
+            x.new_empty(rows, up(self.k), dtype=torch.float32),
+        )
         d = x.new_empty(rows, self.w.shape[0], dtype=BF16)
         torch.ops.fxwarm.fp8_gemm_nt(a, a_sf, self.w, self.sf, d)
         return d
@@ -63,7 +66,10 @@ class Einsum(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b = x.shape[0]
-        a, a_sf = x.new_empty(b, self.h, self.r, dtype=FP8), x.new_empty(b, self.h, up(self.r), dtype=torch.float32)
+        a, a_sf = (
+            x.new_empty(b, self.h, self.r, dtype=FP8),
+            x.new_empty(b, self.h, up(self.r), dtype=torch.float32),
+        )
         d = x.new_empty(b, self.h, self.d, dtype=BF16)
         torch.ops.fxwarm.fp8_einsum("bhr,hdr->bhd", a, a_sf, self.w, self.sf, d)
         return d
@@ -134,9 +140,13 @@ def a1(case, monkeypatch):
     model = Both(Dense(case["graph"][0]["N"], case["graph"][0]["K"]), Einsum(h, d, r))
     whole = trace(model)
     assert {c.op for c in whole.calls} == {"fp8_gemm_nt", "fp8_einsum"}
-    assert plan(whole).gaps == () and {k.template[-3] for k in plan(whole).keys if "gemm" in k.tag} >= {"GemmType::Batched"}
+    assert plan(whole).gaps == () and {
+        k.template[-3] for k in plan(whole).keys if "gemm" in k.tag
+    } >= {"GemmType::Batched"}
     original = DeepGemm.match
-    monkeypatch.setattr(DeepGemm, "match", lambda self, op: () if op.name == "fp8_einsum" else original(self, op))
+    monkeypatch.setattr(
+        DeepGemm, "match", lambda self, op: () if op.name == "fp8_einsum" else original(self, op)
+    )
     monkeypatch.setenv("FXWARM_JIT_OPS", "fp8_einsum")
     partial = trace(model)
     (gap,) = partial.gaps
@@ -152,7 +162,29 @@ def a1(case, monkeypatch):
 def a3(case, monkeypatch):
     shapes = trace(Prenorm(case["N"], case["K"], case["num_sms"]), case["tokens_max"])
     splits = [int(p.key.template[5]) for p in gemms(plan(shapes))]
-    assert sorted(splits, reverse=True) == [64, 44, 33, 26, 22, 18, 16, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert sorted(splits, reverse=True) == [
+        64,
+        44,
+        33,
+        26,
+        22,
+        18,
+        16,
+        14,
+        13,
+        12,
+        11,
+        10,
+        9,
+        8,
+        7,
+        6,
+        5,
+        4,
+        3,
+        2,
+        1,
+    ]
     monkeypatch.setattr(DeepGemm, "keys", lambda *args: [])
     (gap,) = plan(shapes).gaps
     assert "planned no kernel and gave no reason" in gap.reason
@@ -196,7 +228,10 @@ def a33(case, monkeypatch):
         def forward(self, x):
             t = spec["topk"] * x.shape[0]
             rows = 128 * ((t + torch.sym_min(t, spec["G"]) * 127 + 127) // 128)
-            a, a_sf = x.new_empty(rows, spec["K"], dtype=FP8), x.new_empty(rows, up(spec["K"]), dtype=torch.float32)
+            a, a_sf = (
+                x.new_empty(rows, spec["K"], dtype=FP8),
+                x.new_empty(rows, up(spec["K"]), dtype=torch.float32),
+            )
             d, ids = x.new_empty(rows, spec["N"], dtype=BF16), x.new_empty(rows, dtype=torch.int32)
             torch.ops.fxwarm.m_grouped_fp8_gemm_nt_contiguous(a, a_sf, self.w, self.sf, d, ids)
             return d
@@ -226,7 +261,9 @@ def a34(case, monkeypatch):
         warmup._resident.clear()
         torch._dynamo.reset()
         model = lambda x: torch.ops.toy.scale(x, torch.ones(8))  # noqa: E731
-        compiled = torch.compile(model, backend=backend, options={"fxwarm.symbolic": how, "fxwarm.max_size": 64})
+        compiled = torch.compile(
+            model, backend=backend, options={"fxwarm.symbolic": how, "fxwarm.max_size": 64}
+        )
         compiled(torch.ones(case["call_M"][0], 8))
         toy_family.events.clear()
         for rows in case["call_M"]:
@@ -255,7 +292,30 @@ def a7(case, monkeypatch):
     made = gemms(plan(trace(Prenorm(case["N"], case["K"], case["num_sms"]), 8192)))
     first = {int(p.key.template[5]): int(p.witness["a"].dims[0]) for p in made}
     splits = [112, 66, 44, 33, 26, 22, 18, 16, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
-    tokens = [1, 65, 129, 193, 257, 321, 385, 449, 513, 577, 641, 705, 769, 833, 897, 1025, 1153, 1409, 1665, 2113, 2817, 4225]
+    tokens = [
+        1,
+        65,
+        129,
+        193,
+        257,
+        321,
+        385,
+        449,
+        513,
+        577,
+        641,
+        705,
+        769,
+        833,
+        897,
+        1025,
+        1153,
+        1409,
+        1665,
+        2113,
+        2817,
+        4225,
+    ]
     assert first == dict(zip(splits, tokens, strict=True))
 
 
@@ -263,13 +323,27 @@ def a8(case, monkeypatch):
     family.register(Toy)
 
     def kinds(rows, max_size) -> set[str]:
-        shapes = fxwarm.trace(lambda x, w: torch.ops.toy.scale(x.new_empty(rows(x), 8), w), meta(4, 8), meta(8), max_size=max_size)
+        shapes = fxwarm.trace(
+            lambda x, w: torch.ops.toy.scale(x.new_empty(rows(x), 8), w),
+            meta(4, 8),
+            meta(8),
+            max_size=max_size,
+        )
         return {k.template[1] for k in fxwarm.plan(shapes, Target.named("cpu")).keys}
 
     assert kinds(lambda x: x.shape[0], 64) == {"one", "mult16", "other"}
     assert kinds(lambda x: 16 * x.shape[0], 8) == {"mult16"}
-    statics = [fxwarm.trace(lambda x, w, n=n: torch.ops.toy.scale(x.new_empty(n, 8), w), meta(4, 8), meta(8)) for n in (1, 16, 17)]
-    assert {k.template[1] for s in statics for k in fxwarm.plan(s, Target.named("cpu")).keys} == {"one", "mult16", "other"}
+    statics = [
+        fxwarm.trace(
+            lambda x, w, n=n: torch.ops.toy.scale(x.new_empty(n, 8), w), meta(4, 8), meta(8)
+        )
+        for n in (1, 16, 17)
+    ]
+    assert {k.template[1] for s in statics for k in fxwarm.plan(s, Target.named("cpu")).keys} == {
+        "one",
+        "mult16",
+        "other",
+    }
 
 
 def a15(case, monkeypatch):
@@ -288,21 +362,31 @@ def a30(case, monkeypatch):
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w1, self.w2 = weight(g, 2 * inter, hidden, dtype=BF16), weight(g, hidden, inter, dtype=BF16)
+            self.w1, self.w2 = (
+                weight(g, 2 * inter, hidden, dtype=BF16),
+                weight(g, hidden, inter, dtype=BF16),
+            )
 
         def forward(self, x):
             rows = ranks * x.shape[0]
             a = x.new_empty(rows, hidden)
-            ids, scales = x.new_empty(rows, 8, dtype=torch.int32), x.new_empty(rows, 8, dtype=torch.float32)
+            ids, scales = (
+                x.new_empty(rows, 8, dtype=torch.int32),
+                x.new_empty(rows, 8, dtype=torch.float32),
+            )
             return torch.ops.fxwarm.cutlass_fused_moe(a, ids, scales, self.w1, self.w2, BF16, [])
 
     shapes = trace(Experts(), case["T_max"])
     (call,) = (c for c in shapes.calls if c.family == "flashinfer")
     assert call["input"].dims[0].upper == 32768
     made = fxwarm.plan(shapes, H200, {"flashinfer-python": "0.6.18.post1"})
-    buckets = {int(k.template[0].split("[")[1].split(",")[0]) for k in made.keys if k.kernel == "gemm1"}
+    buckets = {
+        int(k.template[0].split("[")[1].split(",")[0]) for k in made.keys if k.kernel == "gemm1"
+    }
     # Of FlashInfer's 23 buckets up to 32768 those that a multiple of 4 rows can meet.
-    assert buckets == {2**i for i in range(2, 9)} | set(range(512, 2049, 256)) | set(range(2560, 4097, 512)) | {8192, 16384, 32768}
+    assert buckets == {2**i for i in range(2, 9)} | set(range(512, 2049, 256)) | set(
+        range(2560, 4097, 512)
+    ) | {8192, 16384, 32768}
 
 
 def b4(case, monkeypatch):
@@ -320,7 +404,13 @@ class Extra(Toy):
         return [Planned(CompileKey("toy", "zero_block", (str(width),))) for width in (1, 16, 17)]
 
     def missing(self, planned, target):
-        return [p for p in planned if not (toy_family.cache_dir() / toy_family.name_of(p.key.template[0], "other")).exists()]
+        return [
+            p
+            for p in planned
+            if not (
+                toy_family.cache_dir() / toy_family.name_of(p.key.template[0], "other")
+            ).exists()
+        ]
 
     def build(self, planned, target, jobs):
         for p in planned:
@@ -333,7 +423,10 @@ class Extra(Toy):
             yield fxwarm.records.Loaded(p.key)
 
     def cached(self, planned):
-        return [toy_family.cache_dir() / toy_family.name_of(p.key.template[0], "other") / "kernel.so" for p in planned]
+        return [
+            toy_family.cache_dir() / toy_family.name_of(p.key.template[0], "other") / "kernel.so"
+            for p in planned
+        ]
 
 
 def a9(case, monkeypatch):
@@ -342,7 +435,10 @@ def a9(case, monkeypatch):
     made = fxwarm.plan(fxwarm.ShapeSet(), Target.named("cpu"))
     assert [k.template for k in made.keys] == [("1",), ("16",), ("17",)]
     report = fxwarm.warm(made)
-    assert len(report.built) == len(report.loaded) == len(report.entries) == 3 and report.status == "complete"
+    assert (
+        len(report.built) == len(report.loaded) == len(report.entries) == 3
+        and report.status == "complete"
+    )
 
 
 def a14(case, monkeypatch):
@@ -354,7 +450,9 @@ def a14(case, monkeypatch):
         for holder in ("parameter", "subclass", "tied"):
             model = Dense(n, k)
             if holder == "subclass":
-                model.w = nn.Parameter(meta(n, k, dtype=FP8).as_subclass(Wrapped), requires_grad=False)
+                model.w = nn.Parameter(
+                    meta(n, k, dtype=FP8).as_subclass(Wrapped), requires_grad=False
+                )
             if holder == "tied":
                 model = Both(model)
                 model.head = model.parts[0].w
@@ -374,12 +472,17 @@ class EveryM(Toy):
             image = bound.image(call, rows)
             for i, (m,) in enumerate(image.rows.tolist()):
                 if m <= 65:
-                    yield Planned(CompileKey("toy", "scale", ("8", str(m) if m <= 64 else "large")), bound.at(call, image.at(i)))
+                    yield Planned(
+                        CompileKey("toy", "scale", ("8", str(m) if m <= 64 else "large")),
+                        bound.at(call, image.at(i)),
+                    )
 
 
 def a25(case, monkeypatch):
     family.register(EveryM)
-    shapes = fxwarm.trace(lambda x, w: torch.ops.toy.scale(x, w), meta(4, 8), meta(8), max_size=case["chunk"])
+    shapes = fxwarm.trace(
+        lambda x, w: torch.ops.toy.scale(x, w), meta(4, 8), meta(8), max_size=case["chunk"]
+    )
     for most, left in zip(case["max_keys"], (0, 49), strict=True):
         made = fxwarm.plan(shapes, Target.named("cpu"), max_keys=most)
         assert any("M is in the key, one kernel for each of 1..64" in note for note in made.notes)
@@ -397,7 +500,9 @@ def e6(case, monkeypatch):
         torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     (report,) = fxwarm.reports()
     assert report.status == "complete" and report.built == () and fxwarm.plans()[0].keys == ()
-    assert all(name in report.notes[-1] for name in ("sgl-deep-gemm", "flashinfer-python", "tilelang"))
+    assert all(
+        name in report.notes[-1] for name in ("sgl-deep-gemm", "flashinfer-python", "tilelang")
+    )
 
 
 class Unproven(Toy):
@@ -413,7 +518,7 @@ def e7(case, monkeypatch):
     shapes = fxwarm.trace(lambda x, w: torch.ops.toy.scale(x, w), meta(4, 8), meta(8))
     target = Target("gb10", device="cpu", arch="sm_121a", num_sms=48)
     report = fxwarm.warm(fxwarm.plan(shapes, target))
-    assert len(report.built) == 1 and len(report.loaded) == 0 or len(report.loaded) == 1
+    assert (len(report.built) == 1 and len(report.loaded) == 0) or len(report.loaded) == 1
     assert any("sm_121a" in g.reason and "no kernel image" in g.reason for g in report.gaps)
 
 
@@ -421,18 +526,30 @@ def e10(case, monkeypatch):
     family.register(Toy)
     monkeypatch.setattr(Toy, "library", lambda *a: pytest.fail("probed"))
     x = torch.ones(4, 8)
-    compiled = torch.compile(lambda x: torch.ops.toy.scale(x, torch.ones(8)), backend=backend, options={"fxwarm.coverage": "off"})
+    compiled = torch.compile(
+        lambda x: torch.ops.toy.scale(x, torch.ones(8)),
+        backend=backend,
+        options={"fxwarm.coverage": "off"},
+    )
     torch.testing.assert_close(compiled(x), x)
-    assert [r.status for r in fxwarm.reports()] == ["off"] and not list(toy_family.cache_dir().parent.glob("fxwarm/*"))
+    assert [r.status for r in fxwarm.reports()] == ["off"] and not list(
+        toy_family.cache_dir().parent.glob("fxwarm/*")
+    )
 
 
-CHECKS = {name.upper(): check for name, check in list(globals().items()) if name[:1] in "abe" and name[1:].isdigit()}
+CHECKS = {
+    name.upper(): check
+    for name, check in list(globals().items())
+    if name[:1] in "abe" and name[1:].isdigit()
+}
 ELSEWHERE = {
     "A5", "A6", "A16", "A21", "A23", "A27", "B10", "C11", "C14", "E1", "E2", "E3", "E5",
 }  # fmt: skip  # in the rooms of their families
 
 
-@pytest.mark.parametrize("case", [*cases("graph"), *cases("bounds"), *cases("plan"), *cases("toolchain")])
+@pytest.mark.parametrize(
+    "case", [*cases("graph"), *cases("bounds"), *cases("plan"), *cases("toolchain")]
+)
 def test_case(case, monkeypatch):
     if case["id"] in ELSEWHERE:
         pytest.skip("tested in the room of its family")
@@ -440,7 +557,9 @@ def test_case(case, monkeypatch):
 
 
 def test_every_case_has_a_check():
-    known = {p.values[0].get("id") for kind in ("graph", "bounds", "plan", "toolchain") for p in cases(kind)}
+    known = {
+        p.values[0].get("id")
+        for kind in ("graph", "bounds", "plan", "toolchain")
+        for p in cases(kind)
+    }
     assert known - {None} <= set(CHECKS) | ELSEWHERE
-
-

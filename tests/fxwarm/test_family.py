@@ -23,7 +23,9 @@ def test_registering_the_same_family_twice_is_harmless():
 
 
 def test_an_object_that_is_no_family_is_told_what_it_lacks():
-    with pytest.raises(exc.FamilyError, match="it lacks distributions, match, library, keys, missing, load"):
+    with pytest.raises(
+        exc.FamilyError, match="it lacks distributions, match, library, keys, missing, load"
+    ):
         family.register(type("Half", (), {"name": "half"}))
 
 
@@ -34,5 +36,7 @@ def test_two_families_of_one_name_are_refused_and_both_named():
 
 
 def test_an_unknown_family_gets_the_nearest_name():
-    with pytest.raises(exc.UnknownFamilyError, match=r"unknown family 'deepgemm'; did you mean 'deep_gemm'\?"):
+    with pytest.raises(
+        exc.UnknownFamilyError, match=r"unknown family 'deepgemm'; did you mean 'deep_gemm'\?"
+    ):
         family.get_family("deepgemm")

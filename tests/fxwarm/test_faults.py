@@ -42,8 +42,15 @@ class Machine:
     def start(self, function: str, *args, env=None, **kwargs):
         self.count += 1
         out = self.folder / f"out{self.count}.json"
-        given = {"TOY_CACHE_DIR": str(self.toy), "FXWARM_CACHE_DIR": str(self.fx), "OUT": str(out), **(env or {})}
-        process = self.context.Process(target=getattr(fault_child, function), args=(given, *args), kwargs=kwargs)
+        given = {
+            "TOY_CACHE_DIR": str(self.toy),
+            "FXWARM_CACHE_DIR": str(self.fx),
+            "OUT": str(out),
+            **(env or {}),
+        }
+        process = self.context.Process(
+            target=getattr(fault_child, function), args=(given, *args), kwargs=kwargs
+        )
         process.out = Path(given["OUT"])
         process.start()
         return process
@@ -205,7 +212,9 @@ def test_a_cache_of_another_user_serves_what_it_has(context):
         theirs = folder / "theirs"
         theirs.mkdir()
         theirs.chmod(0o777)
-        report = machine.run("warm_as_nobody", WIDTHS, env={"OUT": str(theirs / "out.json")})["report"]
+        report = machine.run("warm_as_nobody", WIDTHS, env={"OUT": str(theirs / "out.json")})[
+            "report"
+        ]
         assert report.status == "complete"
         assert not report.built
     finally:
@@ -270,7 +279,9 @@ def test_a_compile_that_hangs_is_given_up_by_name(machine):
     compiler.write_text("#!/bin/sh\nexec sleep 20\n")
     compiler.chmod(0o755)
     begin = time.monotonic()
-    process = machine.start("warm", (3,), env={"TOY_CC": str(compiler)}, model=False, build_timeout=0.4)
+    process = machine.start(
+        "warm", (3,), env={"TOY_CC": str(compiler)}, model=False, build_timeout=0.4
+    )
     report = machine.end(process)["report"]
     assert time.monotonic() - begin < 15
     assert report.status == "partial"
@@ -338,10 +349,16 @@ def crafted(plan: str) -> dict[str, str]:
         "wrong types": with_(planned={"a": 1}),
         "number as name": with_(target=7),
         "unknown field": with_(run="import os"),
-        "traversal": with_(planned=[{"key": key, "source": {"entry": "../../../evil", "code": "x"}}]),
+        "traversal": with_(
+            planned=[{"key": key, "source": {"entry": "../../../evil", "code": "x"}}]
+        ),
         "absolute": with_(planned=[{"key": key, "source": {"entry": "/evil", "code": "x"}}]),
         "foreign family": with_(planned=[{"key": {**key, "family": "os"}}]),
-        "module as kernel": with_(planned=[{"key": {**key, "family": "tilelang", "kernel": "run", "tag": "fault_canary:run"}}]),
+        "module as kernel": with_(
+            planned=[
+                {"key": {**key, "family": "tilelang", "kernel": "run", "tag": "fault_canary:run"}}
+            ]
+        ),
         "not text": "\udcff" * 10,
         "infinite": with_(schema=1e400),
     }
@@ -356,13 +373,18 @@ def test_a_crafted_plan_does_no_harm(machine, name):
     folder = machine.fx / first.plan_key
     text = crafted((folder / "plan.json").read_text())[name]
     (folder / "plan.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    (machine.folder / "fault_canary.py").write_text(f"open({str(machine.folder / 'evil')!r}, 'w').write('x')")
+    (machine.folder / "fault_canary.py").write_text(
+        f"open({str(machine.folder / 'evil')!r}, 'w').write('x')"
+    )
     before = {p for p in machine.folder.rglob("*") if not p.name.startswith("out")}
     report = machine.warm((3,), env={"IMPORT_FROM": str(machine.folder)})
     made = {p for p in machine.folder.rglob("*") if not p.name.startswith("out")} - before
     assert all(machine.fx in p.parents or machine.toy in p.parents for p in made), made
     assert not (machine.folder / "evil").exists()
-    assert sum(not x.error for x in report.loaded) == 3 or name in ("foreign family", "module as kernel")
+    assert sum(not x.error for x in report.loaded) == 3 or name in (
+        "foreign family",
+        "module as kernel",
+    )
 
 
 def test_a_crafted_receipt_removes_no_file_of_yours(machine):
@@ -410,4 +432,6 @@ def test_a_folder_that_others_can_write_to_is_warned_about_and_their_files_are_r
 
 def test_what_a_receipt_stands_on_is_checked():
     target = Target("cpu", device="cpu")
-    assert receipts.keep(WarmPlan(target), WarmReport("", target), fault_child.Options()).entries == ()
+    assert (
+        receipts.keep(WarmPlan(target), WarmReport("", target), fault_child.Options()).entries == ()
+    )

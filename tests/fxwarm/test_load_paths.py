@@ -11,9 +11,14 @@ from tests import load_paths
 
 SLOW = pytest.mark.slow
 CHOICE = [
-    *(pytest.param("toy", path, marks=[SLOW] if path in ("aot_inputs", "precompile") else []) for path in load_paths.PATHS),
     *(
-        pytest.param("mhc", path, marks=[] if path in ("disk", "aot_compile", "package") else [SLOW])
+        pytest.param("toy", path, marks=[SLOW] if path in ("aot_inputs", "precompile") else [])
+        for path in load_paths.PATHS
+    ),
+    *(
+        pytest.param(
+            "mhc", path, marks=[] if path in ("disk", "aot_compile", "package") else [SLOW]
+        )
         for path in load_paths.PATHS
     ),
 ]
@@ -35,13 +40,19 @@ def test_a_fresh_process_serves_without_jit_work(model, path, tmp_path):
     assert loaded["keys"] == saved["keys"]
     assert set(loaded["reports"]) == {"complete"}, loaded
     if path in ("disk", "mega_cache"):
-        assert loaded["warm_keys"] == saved["warm_keys"], "the same graph has the same key in two processes"
+        assert loaded["warm_keys"] == saved["warm_keys"], (
+            "the same graph has the same key in two processes"
+        )
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("path", "right"),
-    [("mega_cache", True), pytest.param("precompile_mega_cache", True, marks=SLOW), ("aot_compile", False)],
+    [
+        ("mega_cache", True),
+        pytest.param("precompile_mega_cache", True, marks=SLOW),
+        ("aot_compile", False),
+    ],
 )
 def test_what_fxwarm_saved_loads_where_fxwarm_is_not_installed(path, right, tmp_path):
     """``aot_compile`` names the class that loads the artifact, and it is ours: there torch says what is missing."""

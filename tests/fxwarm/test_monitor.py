@@ -34,7 +34,13 @@ def compiled_once(tmp_path_factory):
 def toy(fresh, monkeypatch, compiled_once):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled_once)  # the graphs here are alike
     family.register(Toy)
-    for kept in (toy_family._loaded, toy_family.events, warmup._resident, artifacts.pending, guards._ran):
+    for kept in (
+        toy_family._loaded,
+        toy_family.events,
+        warmup._resident,
+        artifacts.pending,
+        guards._ran,
+    ):
         kept.clear()
     yield fresh
     monitor.stop_process()
@@ -53,7 +59,9 @@ class Model(torch.nn.Module):
 
 
 def make_warm(**options: object) -> object:
-    compiled = torch.compile(Model(), backend=backend, options={f"fxwarm.{k}": v for k, v in options.items()})
+    compiled = torch.compile(
+        Model(), backend=backend, options={f"fxwarm.{k}": v for k, v in options.items()}
+    )
     with torch.no_grad():
         compiled(torch.randn(5, 8))
     return compiled
@@ -148,7 +156,9 @@ def test_during_a_capture_it_is_the_worst_class_and_told_before_the_library_is_c
     make_warm()
     monkeypatch.setattr(warmup, "is_capturing", lambda: True)
     told = []
-    monkeypatch.setattr(toy_family, "get_kernel", lambda name: told.append(list(seen._events.values())) or 1 / 0)
+    monkeypatch.setattr(
+        toy_family, "get_kernel", lambda name: told.append(list(seen._events.values())) or 1 / 0
+    )
     with fxwarm.no_jit("count") as seen, pytest.raises(ZeroDivisionError):
         unplanned()
     ((event,),) = told
@@ -254,7 +264,9 @@ def test_deep_gemm_builds_and_first_loads_are_seen_by_its_files(tmp_path):
     assert events == ["build"]
     stop()
     events.clear()
-    stop = watch_deep_gemm(Roots("A", tmp_path), lambda e, **kw: events.append((e.kind, folder.name in e.shape)))
+    stop = watch_deep_gemm(
+        Roots("A", tmp_path), lambda e, **kw: events.append((e.kind, folder.name in e.shape))
+    )
     (folder / CUBIN).read_bytes()
     watchers.drain()
     stop()
@@ -292,7 +304,12 @@ def test_triton_is_watched_by_its_hooks_and_others_hooks_still_run(monkeypatch):
     )
     fake = types.SimpleNamespace(knobs=types.SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "triton", fake)
-    given = {"key": "k", "repr": "add[n: i32]", "fn": types.SimpleNamespace(name="add"), "is_manual_warmup": False}
+    given = {
+        "key": "k",
+        "repr": "add[n: i32]",
+        "fn": types.SimpleNamespace(name="add"),
+        "is_manual_warmup": False,
+    }
     with fxwarm.no_jit("count") as seen:
         runtime.jit_cache_hook(**given)
         time.sleep(0.002)

@@ -19,7 +19,10 @@ def test_an_impossible_max_size_is_one_clear_error(value):
 
 
 def test_an_unknown_option_gets_the_nearest_name():
-    with pytest.raises(exc.OptionError, match=r"unknown option 'fxwarm\.max_sise'; did you mean 'fxwarm\.max_size'\?"):
+    with pytest.raises(
+        exc.OptionError,
+        match=r"unknown option 'fxwarm\.max_sise'; did you mean 'fxwarm\.max_size'\?",
+    ):
         resolve({"fxwarm.max_sise": 1}, {})
 
 
@@ -29,7 +32,9 @@ def test_a_choice_lists_what_is_possible():
 
 
 def test_environment_text_becomes_the_right_type():
-    options = resolve({}, {"FXWARM_STRICT": "1", "FXWARM_JIT_OPS": "a::b, c", "FXWARM_BUILD_TIMEOUT": "2"})
+    options = resolve(
+        {}, {"FXWARM_STRICT": "1", "FXWARM_JIT_OPS": "a::b, c", "FXWARM_BUILD_TIMEOUT": "2"}
+    )
     assert options == Options(strict=True, jit_ops=("a::b", "c"), build_timeout=2.0)
 
 

@@ -51,7 +51,11 @@ def test_an_embedded_op_warms_the_package_where_torch_loads_it(fresh):
     path = fxwarm.save_package(program(), str(fresh / "model.pt2"), embed=True)
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", BY_TORCH_ALONE, path], cwd=root, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", BY_TORCH_ALONE, path],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert "warm (5, 8)" in done.stdout, done.stderr[-1500:]
 
@@ -75,4 +79,7 @@ def test_a_damaged_plan_costs_the_plan_and_not_the_model(fresh, monkeypatch, cap
     damaged = Damaged()
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path, **kwargs: damaged)
     assert fxwarm.load_package("model.pt2") is damaged
-    assert "model.pt2 is not warmed, its plan does not load" in caplog.text and "save it again" in caplog.text
+    assert (
+        "model.pt2 is not warmed, its plan does not load" in caplog.text
+        and "save it again" in caplog.text
+    )

@@ -129,15 +129,25 @@ def test_a_receipt_holds_sizes_and_hashes_and_a_whole_check_compares_the_content
     [
         (lambda path: path.write_text(path.read_text()[:-30]), 2, "ignoring"),
         (lambda path: path.write_text('{"kind":"another program"}'), 2, "ignoring"),
-        (lambda path: path.write_text(path.read_text().replace('"schema":1', '"schema":99')), 2, "ignoring"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"schema":1', '"schema":99')),
+            2,
+            "ignoring",
+        ),
         (lambda path: path.write_bytes(b"\x80\x04\x95pickle"), 2, "ignoring"),
         (lambda path: path.unlink(), 2, ""),
         (lambda path: path.with_name("plan.json").unlink(), 2, "has no plan beside it"),
-        (lambda path: path.write_text(path.read_text().replace(path.parent.name, "0" * 32)), 2, "it is not used"),
+        (
+            lambda path: path.write_text(path.read_text().replace(path.parent.name, "0" * 32)),
+            2,
+            "it is not used",
+        ),
     ],
     ids=["truncated", "foreign", "another schema", "pickle", "gone", "plan gone", "of another key"],
 )
-def test_a_receipt_that_cannot_be_believed_costs_a_question_and_no_build(spoil, asks, why, asked, caplog):
+def test_a_receipt_that_cannot_be_believed_costs_a_question_and_no_build(
+    spoil, asks, why, asked, caplog
+):
     path = receipt_of(start())
     spoil(path)
     with caplog.at_level(logging.INFO, logger="fxwarm"):
@@ -188,7 +198,13 @@ def test_nothing_that_is_written_is_a_pickle():
     source = Path(receipts.__file__).parent
     for path in source.rglob("*.py"):
         text = path.read_text()
-        for name in ("import pickle", "from pickle", "import marshal", "import shelve", "import dill"):
+        for name in (
+            "import pickle",
+            "from pickle",
+            "import marshal",
+            "import shelve",
+            "import dill",
+        ):
             assert name not in text, path
 
 
@@ -198,11 +214,19 @@ def test_the_target_is_what_torch_says_of_the_device(monkeypatch):
 
     def props(name, sms):
         return lambda device: SimpleNamespace(
-            name=name, major=9, minor=0, multi_processor_count=sms, shared_memory_per_block_optin=232448
+            name=name,
+            major=9,
+            minor=0,
+            multi_processor_count=sms,
+            shared_memory_per_block_optin=232448,
         )
 
     keys = []
-    for name, sms in (("NVIDIA H200", 132), ("NVIDIA H200 MIG 1g.18gb", 16), ("NVIDIA H200 MIG 3g.71gb", 60)):
+    for name, sms in (
+        ("NVIDIA H200", 132),
+        ("NVIDIA H200 MIG 1g.18gb", 16),
+        ("NVIDIA H200 MIG 3g.71gb", 60),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_properties", props(name, sms))
         target = Target.current("cuda:0")
         keys.append(receipts.key_of(SIX, target, (), ""))
@@ -220,11 +244,18 @@ def case(name: str):
 @case("A20")
 def test_A20_a_stored_tactic_never_spares_the_build(monkeypatch):
     monkeypatch.setattr(
-        Toy, "tune", lambda self, planned, bind: [Tuned(p.key, found=True) for p in planned], raising=False
+        Toy,
+        "tune",
+        lambda self, planned, bind: [Tuned(p.key, found=True) for p in planned],
+        raising=False,
     )
     report = start(shapes((8, 1, 100)))
-    assert counts(report) == (3, 3) and len(report.tuned) == 3 and all(t.found for t in report.tuned)
-    assert report.status == "complete" and all(kernel(f"scale_8_{kind}").is_file() for kind in toy_family.CLASSES)
+    assert (
+        counts(report) == (3, 3) and len(report.tuned) == 3 and all(t.found for t in report.tuned)
+    )
+    assert report.status == "complete" and all(
+        kernel(f"scale_8_{kind}").is_file() for kind in toy_family.CLASSES
+    )
     toy_family.events.clear()
     for rows in (1, 16, 17):
         toy_family.scale(torch.ones(rows, 8), torch.ones(8))
@@ -249,7 +280,9 @@ def test_B11_running_out_of_memory_at_one_key_leaves_the_others(step, monkeypatc
     assert built == (4 if step == "build" else 5) and loaded == 4
     (failed,) = report.failed
     assert failed.key.template == ("8", "other") and failed.error == "MemoryError: out of memory"
-    assert report.status == "partial" and "scale<8, other>: MemoryError: out of memory" in caplog.text
+    assert (
+        report.status == "partial" and "scale<8, other>: MemoryError: out of memory" in caplog.text
+    )
     assert not receipt_of(report).exists()
     assert toy_family.scale(torch.ones(3, 8), torch.full((8,), 2.0)).sum() == 48
     if step == "build":  # the call above built it
@@ -276,7 +309,9 @@ t.start()
 
 @case("B12")
 def test_B12_a_start_that_was_stopped_is_gone_on_with(caplog):
-    done = subprocess.run([sys.executable, "-c", STOPPED], cwd=Path(__file__).parents[2], timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED], cwd=Path(__file__).parents[2], timeout=120
+    )
     assert done.returncode == 9
     with caplog.at_level(logging.INFO, logger="fxwarm"):
         assert counts(start()) == (3, 6)
@@ -303,7 +338,9 @@ def test_D5_faults_of_a_network_disk_are_misses(fault, monkeypatch, caplog):
         else:
             patch.setattr(receipts, "_entry", fail)
         report = start()
-    assert len(report.plan_key) == 32 and counts(report)[1] + len(report.failed) == 6, "nothing ended the warmup"
+    assert len(report.plan_key) == 32 and counts(report)[1] + len(report.failed) == 6, (
+        "nothing ended the warmup"
+    )
 
 
 @case("D5")
@@ -313,7 +350,10 @@ def test_D5_a_root_on_a_network_disk_is_named_once(tmp_path, caplog):
     assert roots.warn_if_remote(tmp_path / "net" / "kernels", str(mounts))
     assert f"{tmp_path}/net/kernels is on a network disk (nfs4)" in caplog.text
     assert not roots.warn_if_remote(tmp_path / "local", str(mounts))
-    assert "torchinductor" in store._beside_inductor() or os.environ["TORCHINDUCTOR_CACHE_DIR"] in store._beside_inductor()
+    assert (
+        "torchinductor" in store._beside_inductor()
+        or os.environ["TORCHINDUCTOR_CACHE_DIR"] in store._beside_inductor()
+    )
 
 
 @case("D7")
@@ -336,7 +376,11 @@ def test_D8_times_of_files_mean_nothing(tmp_path):
     include.mkdir(parents=True)
     (include / "a.cuh").write_text("// header")
     before = library._headers(tmp_path / "lib")
-    for path in [*toy_family.cache_dir().rglob("*"), include / "a.cuh", *Path(os.environ["FXWARM_CACHE_DIR"]).rglob("*")]:
+    for path in [
+        *toy_family.cache_dir().rglob("*"),
+        include / "a.cuh",
+        *Path(os.environ["FXWARM_CACHE_DIR"]).rglob("*"),
+    ]:
         os.utime(path, (1, 1))
     library._headers.cache_clear()
     assert library._headers(tmp_path / "lib") == before
@@ -359,7 +403,13 @@ def test_D9_a_truncated_entry_is_built_again_before_it_is_used(caplog):
 @case("D12")
 @pytest.mark.parametrize(
     ("variant", "right"),
-    [("exact", (0, 6)), ("raised", (2, 8)), ("missing", (0, 6)), ("damaged", (0, 6)), ("version", (6, 6))],
+    [
+        ("exact", (0, 6)),
+        ("raised", (2, 8)),
+        ("missing", (0, 6)),
+        ("damaged", (0, 6)),
+        ("version", (6, 6)),
+    ],
 )
 def test_D12_a_restored_cache(variant, right, monkeypatch, asked):
     path = receipt_of(start())
@@ -378,14 +428,18 @@ def test_D12_a_restored_cache(variant, right, monkeypatch, asked):
 def other_version(monkeypatch, version: str, fingerprint: str = "") -> None:
     """Install another toy, which keeps its kernels in a folder of its own, as the libraries do."""
     monkeypatch.setattr(
-        Toy, "library", lambda self, wanted: Library("toy-jit", version, True, "toy", fingerprint=fingerprint)
+        Toy,
+        "library",
+        lambda self, wanted: Library("toy-jit", version, True, "toy", fingerprint=fingerprint),
     )
     folder = Path(os.environ["TOY_CACHE_DIR"]) / f"{version}{fingerprint}"
     monkeypatch.setattr(toy_family, "cache_dir", lambda: folder)
 
 
 @case("D13")
-def test_D13_a_changed_header_makes_receipts_stale_and_undoing_it_makes_them_good(tmp_path, monkeypatch, caplog):
+def test_D13_a_changed_header_makes_receipts_stale_and_undoing_it_makes_them_good(
+    tmp_path, monkeypatch, caplog
+):
     from fxwarm.families.deep_gemm import library
 
     header = tmp_path / "lib" / "include" / "deep_gemm" / "a.cuh"
@@ -423,7 +477,9 @@ def test_D15_the_architecture_is_part_of_the_key_and_an_unknown_one_is_a_gap():
     from fxwarm.families.flashinfer import cache
 
     assert cache._archs("sm_90a") != cache._archs("sm_107a")
-    assert cache.find_module("sampling", "sm_107a") is None, "a prebuilt of 90a is no module for 107"
+    assert cache.find_module("sampling", "sm_107a") is None, (
+        "a prebuilt of 90a is no module for 107"
+    )
 
 
 @case("D17")
@@ -433,13 +489,17 @@ def test_D17_tactics_of_another_card_are_never_read_nor_overwritten(tmp_path, mo
 
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     planned = [Planned(CompileKey("flashinfer", "bmm_fp8", ("64",)))]
-    h100, h200 = (cache.tactics_path(planned, "sm_90a", card) for card in ("NVIDIA H100", "NVIDIA H200"))
+    h100, h200 = (
+        cache.tactics_path(planned, "sm_90a", card) for card in ("NVIDIA H100", "NVIDIA H200")
+    )
     h100.parent.mkdir(parents=True)
     h100.write_text('{"_metadata": {"gpu": "H100"}, "entry": 1}')
     assert h100 != h200 and cache.tactics_files(h200) == []
     assert cache.read_tactics([h100]) == {"entry"}, "metadata is no entry"
     monkeypatch.setattr(cache, "installed_version", lambda: "0.6.99")
-    assert cache.tactics_path(planned, "sm_90a", "NVIDIA H100") != h100, "another version has another file"
+    assert cache.tactics_path(planned, "sm_90a", "NVIDIA H100") != h100, (
+        "another version has another file"
+    )
 
 
 @case("D2")
@@ -468,7 +528,9 @@ def test_D2_the_loser_of_a_race_waits_until_it_sees_the_winners_entry(tmp_path, 
 
 
 @case("D19")
-def test_D19_a_read_only_cache_is_used_and_what_is_new_goes_elsewhere(tmp_path, monkeypatch, caplog):
+def test_D19_a_read_only_cache_is_used_and_what_is_new_goes_elsewhere(
+    tmp_path, monkeypatch, caplog
+):
     from fxwarm.families.deep_gemm import cache
 
     monkeypatch.setattr(cache, "is_complete", lambda folder, generation: folder.is_dir())
@@ -489,7 +551,9 @@ def test_D19_a_read_only_cache_is_used_and_what_is_new_goes_elsewhere(tmp_path, 
 
 
 @case("D20")
-def test_D20_with_a_read_only_home_kernels_are_kept_in_a_temporary_place(tmp_path, monkeypatch, caplog):
+def test_D20_with_a_read_only_home_kernels_are_kept_in_a_temporary_place(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(roots.os, "access", lambda path, mode: False)
     monkeypatch.setattr(roots.tempfile, "gettempdir", lambda: str(tmp_path))
     environ = {"HOME": str(tmp_path / "home")}
@@ -519,11 +583,19 @@ print(store.root(os.environ.get("FXWARM_CACHE_DIR", "")))
 @case("D21")
 @pytest.mark.parametrize("root", ["", "one"])
 def test_D21_one_setting_moves_all_libraries_and_no_home_is_no_error(root, tmp_path):
-    environ = {k: v for k, v in os.environ.items() if not k.endswith(("_CACHE_DIR", "WORKSPACE_BASE"))}
-    environ |= {"TMPDIR": str(tmp_path), "FXWARM_LOG": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environ = {
+        k: v for k, v in os.environ.items() if not k.endswith(("_CACHE_DIR", "WORKSPACE_BASE"))
+    }
+    environ |= {
+        "TMPDIR": str(tmp_path),
+        "FXWARM_LOG": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     if root:
         environ["FXWARM_CACHE_ROOT"] = str(tmp_path / root)
-    done = subprocess.run([sys.executable, "-c", HOMELESS], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS], env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     *libraries, ours = map(Path, done.stdout.splitlines())
     base = tmp_path / (root or f"fxwarm-{os.getuid()}")
@@ -539,7 +611,9 @@ def test_D21_a_setting_that_comes_too_late_is_said(monkeypatch, caplog):
     environ = {"HOME": "/", "DG_JIT_CACHE_DIR": "/mine"}
     moved = roots.apply("/somewhere", environ)
     assert "tilelang is imported already" in caplog.text and "TILELANG_CACHE_DIR" not in moved
-    assert environ["DG_JIT_CACHE_DIR"] == "/mine" and roots.folders(environ)["FXWARM_CACHE_DIR"] == Path("/somewhere/fxwarm")
+    assert environ["DG_JIT_CACHE_DIR"] == "/mine" and roots.folders(environ)[
+        "FXWARM_CACHE_DIR"
+    ] == Path("/somewhere/fxwarm")
 
 
 def test_every_case_of_this_kind_has_a_test():
@@ -555,6 +629,10 @@ def test_a_plan_of_a_receipt_shows_the_gaps_of_the_graph_at_hand():
 
     open_ = msgspec.structs.replace(SIX, gaps=(Gap("x::y", "no family claims this JIT op"),))
     report = start(open_)
-    assert counts(report) == (0, 6) and report.status == "partial" and [g.op for g in report.gaps] == ["x::y"]
+    assert (
+        counts(report) == (0, 6)
+        and report.status == "partial"
+        and [g.op for g in report.gaps] == ["x::y"]
+    )
     assert start(SIX).status == "complete"
     assert isinstance(store.read(receipt_of(report).with_name("plan.json"), WarmPlan), WarmPlan)

@@ -28,7 +28,10 @@ def test_a_key_that_is_no_key_never_becomes_a_path(tmp_path, key):
         store.path_of(tmp_path, key, "plan")
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", '{"kind":"other"}', "[" * 10000, '{"kind":"fxwarm.WarmPlan","schema":99}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", '{"kind":"other"}', "[" * 10000, '{"kind":"fxwarm.WarmPlan","schema":99}'],
+)
 def test_what_cannot_be_believed_counts_as_absent_and_says_why(tmp_path, text, caplog):
     path = tmp_path / "plan.json"
     path.write_text(text)

@@ -306,11 +306,7 @@ def fxwarm_cold(calls: list[Any], cache_dir: Path, jobs: int, layers: int) -> di
         report = warmup.finish()
     print(f"  {whole.seconds:.1f} s: {report.status}", flush=True)
     family, planned = DeepGemm(), list(warmup.plan.planned)
-    modelled = [
-        p
-        for p in family.keys(calls, target, family.library({}))
-        if isinstance(p, Planned)
-    ]
+    modelled = [p for p in family.keys(calls, target, family.library({})) if isinstance(p, Planned)]
     return {
         "library": str(report.libraries[0]),
         "status": report.status,

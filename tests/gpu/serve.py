@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(CHECKOUT), *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent)]
+sys.path[:] = [
+    str(CHECKOUT),
+    *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent),
+]
 
 EXPERTS, TOPK, HIDDEN, INTER, TOKENS = 128, 8, 2048, 768, 8192
 
@@ -35,7 +38,9 @@ def make_layer():
 
     def weight(*shape):
         bits = torch.randint(0x20, 0x40, shape, dtype=torch.uint8, device="cuda")
-        scale = torch.full((*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)), 0.02, device="cuda")
+        scale = torch.full(
+            (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)), 0.02, device="cuda"
+        )
         return nn.Parameter(bits.view(torch.float8_e4m3fn), False), nn.Parameter(scale, False)
 
     class Layer(nn.Module):
@@ -62,7 +67,9 @@ def make_layer():
             tokens = x.shape[0]
             x = self.linear(self.linear(x, self.qkv, self.qkv_sf)[:, :4096], self.o, self.o_sf)
             # rows as an engine pads them: each expert's share up to a multiple of 128
-            rows = 128 * ((TOPK * tokens + torch.sym_min(TOPK * tokens, EXPERTS) * 127 + 127) // 128)
+            rows = 128 * (
+                (TOPK * tokens + torch.sym_min(TOPK * tokens, EXPERTS) * 127 + 127) // 128
+            )
             index = torch.arange(rows, device=x.device)
             ids = ((index // 128) % EXPERTS).to(torch.int32)
             h = self.grouped(x[index % tokens], self.w13, self.w13_sf, ids)
@@ -91,7 +98,11 @@ def serve(backend: str, calls: int) -> dict:
     layer = make_layer()
     folder = Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache"
     entries = lambda: len(list(folder.glob("*"))) if folder.is_dir() else 0  # noqa: E731
-    compiled = torch.compile(layer, backend=ours if backend == "fxwarm" else "inductor", dynamic=None if backend == "fxwarm" else True)
+    compiled = torch.compile(
+        layer,
+        backend=ours if backend == "fxwarm" else "inductor",
+        dynamic=None if backend == "fxwarm" else True,
+    )
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         begin = time.perf_counter()
@@ -109,8 +120,20 @@ def serve(backend: str, calls: int) -> dict:
             start = time.perf_counter()
             compiled(x[:tokens])
             torch.cuda.synchronize()
-            points.append([tokens, round(took, 3), round(1e3 * (time.perf_counter() - start), 3), entries() - known])
-    found = {"first_call_s": round(first, 2), "kernels_at_first": before, "jit_after": entries() - before, "points": points}
+            points.append(
+                [
+                    tokens,
+                    round(took, 3),
+                    round(1e3 * (time.perf_counter() - start), 3),
+                    entries() - known,
+                ]
+            )
+    found = {
+        "first_call_s": round(first, 2),
+        "kernels_at_first": before,
+        "jit_after": entries() - before,
+        "points": points,
+    }
     if backend == "fxwarm":
         (report, *more) = fxwarm.reports()
         found |= {
@@ -148,24 +171,47 @@ def main() -> None:
         "command": f"python tests/gpu/serve.py --calls {args.calls}", "model": "one layer of Qwen3-30B-A3B-FP8, TP 1", "runs": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="fxwarm-serve-") as folder:
-        for name, backend, cache in (("fxwarm cold", "fxwarm", "a"), ("fxwarm warm", "fxwarm", "a"), ("inductor", "inductor", "b")):
-            env = {**os.environ, "DG_JIT_CACHE_DIR": f"{folder}/{cache}/dg", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}/inductor"}
+        for name, backend, cache in (
+            ("fxwarm cold", "fxwarm", "a"),
+            ("fxwarm warm", "fxwarm", "a"),
+            ("inductor", "inductor", "b"),
+        ):
+            env = {
+                **os.environ,
+                "DG_JIT_CACHE_DIR": f"{folder}/{cache}/dg",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}/inductor",
+            }
             env["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
             begin = time.perf_counter()
-            done = subprocess.run([sys.executable, __file__, "--backend", backend, "--calls", str(args.calls)], env=env, capture_output=True, text=True, timeout=400, check=False)
+            done = subprocess.run(
+                [sys.executable, __file__, "--backend", backend, "--calls", str(args.calls)],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=400,
+                check=False,
+            )
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             if not lines:
                 print(name, "failed:", done.stderr[-3000:], flush=True)
                 continue
             found = json.loads(lines[-1])
-            result["runs"][name] = {**summary(found["points"]), **found, "process_s": round(time.perf_counter() - begin, 1)}
+            result["runs"][name] = {
+                **summary(found["points"]),
+                **found,
+                "process_s": round(time.perf_counter() - begin, 1),
+            }
             if args.out:
                 Path(args.out).write_text(json.dumps(result) + "\n")
             shown = {k: v for k, v in result["runs"][name].items() if k != "points"}
             print(name, json.dumps(shown), flush=True)
-    print(f"{'':14}{'first call s':>13}{'p50 ms':>9}{'p99 ms':>10}{'max ms':>10}{'stalls':>8}{'JIT after':>11}")
+    print(
+        f"{'':14}{'first call s':>13}{'p50 ms':>9}{'p99 ms':>10}{'max ms':>10}{'stalls':>8}{'JIT after':>11}"
+    )
     for name, r in result["runs"].items():
-        print(f"{name:14}{r['first_call_s']:>13}{r['p50_ms']:>9}{r['p99_ms']:>10}{r['max_ms']:>10}{r['stalls_over_100_ms']:>8}{r['jit_after']:>11}")
+        print(
+            f"{name:14}{r['first_call_s']:>13}{r['p50_ms']:>9}{r['p99_ms']:>10}{r['max_ms']:>10}{r['stalls_over_100_ms']:>8}{r['jit_after']:>11}"
+        )
 
 
 if __name__ == "__main__":

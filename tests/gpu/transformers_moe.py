@@ -26,7 +26,10 @@ import time
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(CHECKOUT), *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent)]
+sys.path[:] = [
+    str(CHECKOUT),
+    *(p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent),
+]
 
 LAYERS, SEQUENCES = 4, 256
 WIDTHS = {
@@ -46,7 +49,9 @@ def make_model(small: bool, device: str):
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(num_hidden_layers=LAYERS, vocab_size=1024, **(SMALL if small else WIDTHS))
+    config = Qwen3MoeConfig(
+        num_hidden_layers=LAYERS, vocab_size=1024, **(SMALL if small else WIDTHS)
+    )
     config._experts_implementation = "deepgemm"
     with torch.device(device):
         model = Qwen3MoeForCausalLM(config).bfloat16()
@@ -76,7 +81,9 @@ def batches(calls: int, tokens: int, sequences: int) -> list[tuple[int, int]]:
             found.add(max(2, round(most ** rng.random())))
         return sorted(found)
 
-    chosen = [(1, n) for n in sizes(tokens, calls - calls // 2)] + [(n, 1) for n in sizes(sequences, calls // 2)]
+    chosen = [(1, n) for n in sizes(tokens, calls - calls // 2)] + [
+        (n, 1) for n in sizes(sequences, calls // 2)
+    ]
     rng.shuffle(chosen)
     return chosen
 
@@ -95,7 +102,9 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
     use_deep_gemm()
     model = make_model(small, device)
     dynamic = None if backend == "fxwarm" else True
-    compiled = torch.compile(model, backend=ours if backend == "fxwarm" else "inductor", dynamic=dynamic)
+    compiled = torch.compile(
+        model, backend=ours if backend == "fxwarm" else "inductor", dynamic=dynamic
+    )
     sequences = 16 if small else SEQUENCES
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, 1024, (max(tokens, sequences),), device=device, generator=generator)
@@ -117,7 +126,9 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
             took, out = forward(batch, length)
             jit = entries() - known
             digest = hashlib.sha256(out[:, -1].float().cpu().numpy().tobytes()).hexdigest()[:16]
-            points.append([batch, length, round(took, 3), round(forward(batch, length)[0], 3), jit, digest])
+            points.append(
+                [batch, length, round(took, 3), round(forward(batch, length)[0], 3), jit, digest]
+            )
     found = {
         "first_call_s": round(first / 1e3, 2), "second_graph_s": round(second / 1e3, 2), "kernels_at_first": before,
         "jit_after": sum(p[4] for p in points), "points": points,
@@ -135,7 +146,11 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
 
 def summary(points: list) -> dict:
     out = {}
-    for name, some in (("prefill", [p for p in points if p[0] == 1]), ("decode", [p for p in points if p[0] > 1]), ("all", points)):
+    for name, some in (
+        ("prefill", [p for p in points if p[0] == 1]),
+        ("decode", [p for p in points if p[0] > 1]),
+        ("all", points),
+    ):
         times = sorted(p[2] for p in some)
         out[name] = {
             "calls": len(times), "p50_ms": round(statistics.median(times), 2), "p99_ms": round(times[int(0.99 * (len(times) - 1))], 2),
@@ -148,7 +163,11 @@ def versions(small: bool) -> dict:
     import torch
     import transformers
 
-    found = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    found = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
     if not small:
         from fxwarm.families.deep_gemm.library import find_library
 
@@ -162,7 +181,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--warm", action="store_true", help="run fxwarm a second time, on the caches of the first")
+    parser.add_argument(
+        "--warm", action="store_true", help="run fxwarm a second time, on the caches of the first"
+    )
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.backend:
@@ -175,7 +196,13 @@ def main() -> None:
     }  # fmt: skip
     runs = [("fxwarm cold", "fxwarm", "a"), ("inductor", "inductor", "b")]
     runs[1:1] = [("fxwarm warm", "fxwarm", "a")] if args.warm else []
-    passed = ["--calls", str(args.calls), "--tokens", str(args.tokens), *(["--small"] if args.small else [])]
+    passed = [
+        "--calls",
+        str(args.calls),
+        "--tokens",
+        str(args.tokens),
+        *(["--small"] if args.small else []),
+    ]
     with tempfile.TemporaryDirectory(prefix="fxwarm-transformers-") as folder:
         for name, backend, cache in runs:
             env = os.environ | {
@@ -186,13 +213,19 @@ def main() -> None:
             }
             begin = time.perf_counter()
             command = [sys.executable, __file__, "--backend", backend, *passed]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=300, check=False
+            )
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             if not lines:
                 print(name, "failed:", done.stderr[-3000:], flush=True)
                 continue
             found = json.loads(lines[-1])
-            result["runs"][name] = {**summary(found["points"]), **found, "process_s": round(time.perf_counter() - begin, 1)}
+            result["runs"][name] = {
+                **summary(found["points"]),
+                **found,
+                "process_s": round(time.perf_counter() - begin, 1),
+            }
             shown = {k: v for k, v in result["runs"][name].items() if k not in ("points", "shapes")}
             print(name, json.dumps(shown), flush=True)
             if args.out:
@@ -200,7 +233,12 @@ def main() -> None:
     digests = [[p[5] for p in run["points"]] for run in result["runs"].values()]
     result["outputs_equal"] = len(digests) > 1 and all(d == digests[0] for d in digests)
     result["outputs_different"] = sum(len(set(each)) > 1 for each in zip(*digests, strict=True))
-    print("outputs equal to the last bit:", result["outputs_equal"], "different:", result["outputs_different"])
+    print(
+        "outputs equal to the last bit:",
+        result["outputs_equal"],
+        "different:",
+        result["outputs_different"],
+    )
     if args.out:
         Path(args.out).write_text(json.dumps(result) + "\n")
 

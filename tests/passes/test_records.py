@@ -24,7 +24,9 @@ def test_json_reads_back_to_an_equal_set(shapes):
 @settings(max_examples=50, deadline=None)
 def test_a_union_loses_no_call_and_a_difference_keeps_no_common_one(one, other):
     both = one | other
-    assert {(c.family, c.op) for c in both.calls} == {(c.family, c.op) for c in (*one.calls, *other.calls)}
+    assert {(c.family, c.op) for c in both.calls} == {
+        (c.family, c.op) for c in (*one.calls, *other.calls)
+    }
     assert len(both) <= len({*one.calls, *other.calls})
     assert sum(s.count for s in both.sites) == sum(s.count for s in (*one.sites, *other.sites))
     assert not set((both - one).calls) & set(one.calls)

@@ -29,7 +29,10 @@ __all__ = ["Roots", "entries", "find", "is_whole_elf", "locate", "publish", "roo
 
 log = logging.getLogger(__name__)
 
-SEEN_TRIES, SEEN_EVERY = 90, 1.0  # seconds; clients of NFS remember for up to 60 that a name was not there
+SEEN_TRIES, SEEN_EVERY = (
+    90,
+    1.0,
+)  # seconds; clients of NFS remember for up to 60 that a name was not there
 
 CODE, CUBIN, COMMITTED = "kernel.cu", "kernel.cubin", ".committed"
 

@@ -34,7 +34,18 @@ class DeepGemm:
     name = "deep_gemm"
     distributions = library.DISTRIBUTIONS
     devices = ("cuda",)
-    activations = ("a", "a_sf", "c", "d", "sqr_sum", "grouped_layout", "masked_m", "ks", "q", "q_sf")
+    activations = (
+        "a",
+        "a_sf",
+        "c",
+        "d",
+        "sqr_sum",
+        "grouped_layout",
+        "masked_m",
+        "ks",
+        "q",
+        "q_sf",
+    )
     archs = ("sm_90a",)
     """Seen to work on an H200; the rules for SM100 were checked against compiled code only."""
 

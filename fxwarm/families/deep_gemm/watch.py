@@ -38,7 +38,10 @@ def watch(roots: Roots, report: Callable[..., None]) -> Callable[[], None]:
             return
         key = _key(entry, 0.0 if file else _WAIT)
         kind: Kind = "load" if file else "build"
-        report(JitEvent(FAMILY, kind, tag, key=key, shape=f"an unknown call ({entry.name})"), outside=True)
+        report(
+            JitEvent(FAMILY, kind, tag, key=key, shape=f"an unknown call ({entry.name})"),
+            outside=True,
+        )
 
     files = FolderWatch([root / "cache" for root in roots.all], told)
     forget = on_drain(files.drain)
@@ -55,4 +58,3 @@ def _key(entry: Path, wait: float) -> Any:
     while not (entry / CODE).is_file() and time.monotonic() < end:
         time.sleep(0.01)
     return presence.key_of_entry(entry.name, entry)
-

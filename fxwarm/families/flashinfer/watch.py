@@ -30,7 +30,10 @@ def watch(report: Callable[..., None], loaded: set[str]) -> Callable[[], None] |
     spec = getattr(core, "JitSpec", None)
     if spec is None:
         return None
-    undo = [_watch_method(spec, name, kind, report) for name, kind in (("build", "build"), ("load", "load"))]
+    undo = [
+        _watch_method(spec, name, kind, report)
+        for name, kind in (("build", "build"), ("load", "load"))
+    ]
     undo.append(_watch_block_kernels(report, loaded))
 
     def stop() -> None:
@@ -40,7 +43,9 @@ def watch(report: Callable[..., None], loaded: set[str]) -> Callable[[], None] |
     return stop
 
 
-def _watch_method(spec: Any, name: str, kind: Any, report: Callable[..., None]) -> Callable[[], None]:
+def _watch_method(
+    spec: Any, name: str, kind: Any, report: Callable[..., None]
+) -> Callable[[], None]:
     original = getattr(spec, name, None)
     if original is None:
         return lambda: None

@@ -77,7 +77,11 @@ def find(op: str) -> Declaration | None:
     return _declared.get(op)
 
 
-OWN = ("tile_kernels.mhc.", "fxwarm.ops.mhc_kernels:", "vllm.model_executor.kernels.mhc.tilelang_kernels:")
+OWN = (
+    "tile_kernels.mhc.",
+    "fxwarm.ops.mhc_kernels:",
+    "vllm.model_executor.kernels.mhc.tilelang_kernels:",
+)
 """Where the factories lie that this family names itself."""
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fxwarm import devices
+from fxwarm.families.mhc.splits import expression, num_splits
 from fxwarm.ops import mhc, mhc_factories
 from fxwarm.ops.mhc_reference import mhc_post_reference, mhc_pre_reference, prenorm_reference
-from fxwarm.families.mhc.splits import expression, num_splits
 from passes import expr
 
 needs_tilelang = pytest.mark.skipif(not mhc_factories.has_tilelang(), reason="needs TileLang")

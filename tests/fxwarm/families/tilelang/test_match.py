@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwarm.families.tilelang import TileLang, declare, undeclare
 from fxwarm.families.mhc.splits import prenorm_call, resolve
+from fxwarm.families.tilelang import TileLang, declare, undeclare
 from fxwarm.records import Target
 from passes.collect import collect
 from tests.fxwarm.families.tilelang.test_keys import LIBRARY, planned, splits
