@@ -72,7 +72,7 @@ __all__ = [
 roots.apply()  # each library reads its own variable when it is imported
 
 if "torch" in sys.modules:  # torch.ops.fxwarm.*; where torch comes later, `import fxwarm.ops`
-    from fxwarm import ops
+    importlib.import_module("fxwarm.ops")
 
 
 def __getattr__(name: str) -> Any:
