@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxwarm.exc import ShapeMismatchError
 
@@ -61,10 +60,18 @@ def check_shape(
             if have != want:
                 raise ShapeMismatchError(message())
         elif dim in rows:
-            if statically_known_true(have != want):
+            if _known_to_differ(have, want):
                 raise ShapeMismatchError(message())
         else:
             try:
                 torch._check_value(have == want, message)
             except ValueError as error:
                 raise ShapeMismatchError(str(error)) from None
+
+
+def _known_to_differ(have: Any, want: Any) -> bool:
+    """Return whether two sizes differ for certain; adds no guard on a symbolic one."""
+    # Imported here: it brings sympy, three quarters of a second that `import fxwarm` must not cost.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(have != want))

@@ -18,6 +18,11 @@ def test_importing_fxwarm_imports_neither_torch_nor_a_kernel_library():
     assert _run(code) == "[]"
 
 
+def test_importing_fxwarm_after_torch_brings_none_of_the_heavy_modules():
+    code = "import sys, torch, fxwarm; print([m for m in ('sympy', 'torch._dynamo', 'rich', 'tilelang') if m in sys.modules])"
+    assert _run(code) == "[]"
+
+
 def test_no_public_name_is_the_name_of_a_module():
     import pkgutil
 
