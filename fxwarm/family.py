@@ -55,7 +55,7 @@ class KernelFamily(Protocol):
     ``verify(planned) -> list[Gap]``
         After the fact: did the library ask for anything that was not planned?
     ``watch(report) -> stop | None``
-        Tell ``report(event)`` of JIT work after warmup, at no cost per call; see ``fxwarm.watchers``.
+        Tell ``report(event)`` of JIT work after warmup, at no cost per call; see ``fxwarm.monitor.watchers``.
     ``falls_back(key) -> bool``
         Without this tuned entry the library runs its default instead of compiling.
     ``cached(planned) -> list[Path]``

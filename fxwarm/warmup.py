@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxwarm import dealing, exc, options, receipts
+from fxwarm import exc, options, receipts
 from fxwarm.family import Bind, KernelFamily, load_families
 from fxwarm.options import Options, resolve
 from fxwarm.planner import make_plan
 from fxwarm.progress import Progress
+from fxwarm.ranks import dealing
 from fxwarm.records import Built, CompileKey, Loaded, Planned, Target, Tuned, WarmPlan, WarmReport
 from passes.records import Gap, KernelCall, ShapeSet
 

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 import fxwarm
-from fxwarm import artifacts, family, meeting
+from fxwarm import artifacts, family
 from fxwarm import warmup as warmups
 from fxwarm.options import resolve
+from fxwarm.ranks import meeting
 from fxwarm.records import CompileKey, Planned, Target, Tuned, WarmReport
 from fxwarm.warmup import Warmup
 from passes.bound import bound_dim

@@ -65,7 +65,7 @@ def _answers(target: Target) -> dict[str, Callable[..., Any]]:
     def get_device_name(device: Any = None) -> str:
         return target.name
 
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def get_device_properties(device: Any = None) -> Any:
         return types.SimpleNamespace(
             name=target.name,
@@ -75,7 +75,7 @@ def _answers(target: Target) -> dict[str, Callable[..., Any]]:
             shared_memory_per_block_optin=target.smem,
         )
 
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def is_available() -> bool:
         # Dynamo asks on behalf of the model in this one place, everywhere else for itself: then a "yes" would make
         # it read the state of a GPU that is not there

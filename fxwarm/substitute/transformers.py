@@ -80,7 +80,7 @@ def note_questions() -> Iterator[list[str]]:
         return
 
     def noting(name: str, question: Any) -> Any:
-        @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+        @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def ask(*args: Any, **kwargs: Any) -> Any:
             answer = False
             with contextlib.suppress(Exception):  # some ask the driver, which is not there
@@ -167,11 +167,11 @@ def _absent(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("fxwarm has no op for this kernel of transformers'; use the Hub's")
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _yes(raise_error: bool = False) -> bool:
     return True
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _no(raise_error: bool = False) -> bool:
     return False

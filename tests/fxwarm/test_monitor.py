@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, family, guards, monitor, receipts, store, warmup, watchers
+from fxwarm import artifacts, family, monitor, receipts, store, warmup
 from fxwarm.backend import fxwarm as backend
 from fxwarm.exc import JitError, OptionError
 from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.watch import watch as watch_deep_gemm
-from fxwarm.file_watch import FolderWatch
+from fxwarm.monitor import guards, watchers
+from fxwarm.monitor.files import FolderWatch
 from fxwarm.records import CompileKey, Planned, WarmPlan
 from tests import toy_family
 from tests.toy_family import Toy
@@ -44,7 +45,7 @@ def toy(fresh, monkeypatch, compiled_once):
         kept.clear()
     yield fresh
     monitor.stop_process()
-    assert not monitor._active, "nothing stays behind"
+    assert not monitor.session._active, "nothing stays behind"
     assert not guards._installed
     family.unregister("toy")
 
@@ -189,7 +190,7 @@ def test_another_model_may_compile_while_the_process_is_watched():
 @torch.no_grad()
 def test_counting_the_process_puts_nothing_in_front_of_the_ops():
     make_warm(monitor="count")
-    assert monitor._active
+    assert monitor.session._active
     assert not guards._installed
 
 
@@ -274,7 +275,7 @@ def test_deep_gemm_builds_and_first_loads_are_seen_by_its_files(tmp_path):
 
 
 def test_without_inotify_new_entries_are_still_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("fxwarm.file_watch._open_inotify", lambda: -1)
+    monkeypatch.setattr("fxwarm.monitor.files._open_inotify", lambda: -1)
     told = []
     watch = FolderWatch([tmp_path / "cache"], lambda entry, file: told.append((entry.name, file)))
     folder = entry(tmp_path)

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fxwarm.dealing import Facts, Item, agree, deal, name_folder
+from fxwarm.ranks.dealing import Facts, Item, agree, deal, name_folder
 from fxwarm.records import CompileKey
 
 CHECKOUT = Path(__file__).resolve().parents[2]

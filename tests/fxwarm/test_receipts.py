@@ -556,6 +556,8 @@ def test_D20_with_a_read_only_home_kernels_are_kept_in_a_temporary_place(
 ):
     monkeypatch.setattr(roots.os, "access", lambda path, mode: False)
     monkeypatch.setattr(roots.tempfile, "gettempdir", lambda: str(tmp_path))
+    for module in ("deep_gemm", "flashinfer", "tilelang"):  # as before any is imported
+        monkeypatch.delitem(roots.sys.modules, module, raising=False)
     environ = {"HOME": str(tmp_path / "home")}
     (tmp_path / "home" / ".deep_gemm").mkdir(parents=True)
     moved = roots.apply(environ=environ)

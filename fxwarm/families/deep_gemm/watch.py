@@ -16,9 +16,9 @@ from fxwarm.families.deep_gemm import presence
 from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.families.deep_gemm.source import tag_of
-from fxwarm.file_watch import FolderWatch
-from fxwarm.jit_event import JitEvent, Kind
-from fxwarm.watchers import on_drain
+from fxwarm.monitor.event import JitEvent, Kind
+from fxwarm.monitor.files import FolderWatch
+from fxwarm.monitor.watchers import on_drain
 
 __all__ = ["watch"]
 

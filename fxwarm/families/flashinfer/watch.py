@@ -14,9 +14,9 @@ from typing import Any
 
 from fxwarm.families.flashinfer import cache
 from fxwarm.families.flashinfer.match import FAMILY
-from fxwarm.file_watch import FolderWatch
-from fxwarm.jit_event import JitEvent
-from fxwarm.watchers import on_drain
+from fxwarm.monitor.event import JitEvent
+from fxwarm.monitor.files import FolderWatch
+from fxwarm.monitor.watchers import on_drain
 
 __all__ = ["watch"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxwarm.families.tilelang import jit
 from fxwarm.families.tilelang.statics import FAMILY
-from fxwarm.jit_event import JitEvent
+from fxwarm.monitor.event import JitEvent
 
 __all__ = ["watch"]
 

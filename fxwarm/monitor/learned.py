@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxwarm import receipts, store
-from fxwarm.jit_event import JitEvent
+from fxwarm.monitor.event import JitEvent
 from fxwarm.records import CompileKey, Planned, WarmPlan
 from passes.records import KernelCall, Site
 
 if TYPE_CHECKING:
-    from fxwarm.guards import Miss
+    from fxwarm.monitor.guards import Miss
     from fxwarm.warmup import Warmup
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from fxwarm import exc, options, receipts, warmup
-from fxwarm.dealing import Facts, Fit, Held, Item, Outcome, Timings, agree, deal, name_folder
 from fxwarm.family import KernelFamily
-from fxwarm.meeting import Meeting
 from fxwarm.planner import make_plan
 from fxwarm.progress import Progress
+from fxwarm.ranks.dealing import Facts, Fit, Held, Item, Outcome, Timings, agree, deal, name_folder
+from fxwarm.ranks.meeting import Meeting
 from fxwarm.records import (
     Built,
     CompileKey,

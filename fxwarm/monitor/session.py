@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
-from fxwarm import exc, learned, options, warmup, watchers
-from fxwarm.jit_event import JitEvent
+from fxwarm import exc, options, warmup
+from fxwarm.monitor import learned, watchers
+from fxwarm.monitor.event import JitEvent
 from passes.table import Table
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def _start(seen: Seen) -> None:
 
 
 def _refresh() -> None:
-    from fxwarm import guards
+    from fxwarm.monitor import guards
 
     for name, start in watchers.sources().items():
         if name not in _stops:
@@ -246,7 +247,7 @@ def _refresh() -> None:
 
 
 def _stop(seen: Seen) -> None:
-    from fxwarm import guards
+    from fxwarm.monitor import guards
 
     with _lock:
         _active.remove(seen)
