@@ -39,9 +39,9 @@ def warm(plan: WarmPlan, device: Any = None, **options: Any) -> WarmReport:
     ``device`` is the current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options``
     (``jobs=8``, ``strict=True``). Raises LibraryError where the plan is for another kind of device.
     """
-    from fxwarm import exc, warmup
+    from fxwarm import exc, runtime, warmup
 
-    where = warmup.current_device(plan.target.device)
+    where = runtime.current_device(plan.target.device)
     if plan.target.device != where.type and plan.planned:
         raise exc.LibraryError(
             f"the plan is for {plan.target.name} ({plan.target.device}), this process has only a {where.type}; "

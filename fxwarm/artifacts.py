@@ -17,7 +17,8 @@ import torch
 from fxwarm import exc, monitor
 from fxwarm.options import Options
 from fxwarm.records import WarmPlan, WarmReport
-from fxwarm.warmup import Warmup, is_capturing
+from fxwarm.runtime import is_capturing
+from fxwarm.warmup import Warmup
 from passes.records import SCHEMA, KernelCall, Record, ShapeSet, decode
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_calle
 from fxwarm.family import keep_weights, load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
-from fxwarm.warmup import Warmup, device_of, switched_off
+from fxwarm.runtime import device_of
+from fxwarm.warmup import Warmup, switched_off
 from passes.records import Gap, ShapeSet
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def examine() -> Examination:
 
 def missing(plan: WarmPlan) -> list[CompileKey]:
     """Return the keys of ``plan`` whose kernels this machine's library caches lack or hold damaged."""
-    from fxwarm.warmup import by_family
+    from fxwarm.family import by_family
 
     return [
         p.key

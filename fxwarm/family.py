@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any, Protocol, runtime_checkable
 
 from fxwarm import exc
-from fxwarm.records import Built, Library, Loaded, Planned, Target, Tuned
+from fxwarm.records import Built, Library, Loaded, Planned, Target, Tuned, WarmPlan
 from passes.records import Gap, KernelCall
 
 Bind = Callable[[KernelCall], "dict[str, Any] | None"]
@@ -170,6 +170,35 @@ def keep_weights(
     return kept
 
 
+def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Planned]]]:
+    """Return the planned kernels grouped by their family, in the order of the families."""
+    families = load_families()
+    groups: dict[str, list[Planned]] = {name: [] for name in families}
+    for p in planned:
+        groups.setdefault(p.key.family, []).append(p)
+    return [(families[name], group) for name, group in groups.items() if group and name in families]
+
+
+def not_installed(plan: WarmPlan) -> str:
+    """Return a note that lists the kernel libraries which this machine lacks and the plan does not name."""
+    names = {library.distribution for library in plan.libraries}
+    lacking = []
+    for family in load_families().values():
+        if not names & set(family.distributions) and not any(
+            map(_is_installed, family.distributions)
+        ):
+            lacking.append(family.distributions[0])
+    return f"not installed, and not needed here: {', '.join(lacking)}" if lacking else ""
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def get_family(name: str) -> KernelFamily:
     """Return the family ``name``. Raises UnknownFamilyError with the nearest name."""
     families = load_families()
@@ -184,10 +213,12 @@ __all__ = [
     "KernelFamily",
     "Loaded",
     "Tuned",
+    "by_family",
     "check",
     "get_family",
     "keep_weights",
     "load_families",
+    "not_installed",
     "register",
     "unregister",
 ]

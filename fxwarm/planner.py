@@ -224,3 +224,19 @@ def _one_by_one(planned: Sequence[Planned]) -> list[str]:
                 # The last one may be the first of many sizes that share a kernel.
                 notes.append(f"{op}: M is in the key, one kernel for each of {first}..{last - 1}")
     return notes
+
+
+def every_size(plan: WarmPlan, family: KernelFamily) -> list[Planned]:
+    """Return a planned launch for every attainable size of every call, for those who trust no heuristics."""
+    from passes import bound
+
+    library = next(lib for lib in plan.libraries if lib.distribution in family.distributions)
+    out = []
+    for call in plan.shapes.calls:
+        if call.family == family.name:
+            exprs = [d.expr for _, spec in call.tensors for d in spec.dims if not d.is_static]
+            image = bound.image(call, *dict.fromkeys(exprs))
+            for row in range(len(image.rows)):
+                found = family.keys([bound.at(call, image.at(row))], plan.target, library)
+                out += [p for p in found if isinstance(p, Planned)]
+    return out

@@ -180,7 +180,7 @@ def keep(plan: WarmPlan, report: WarmReport, options: Options) -> WarmReport:
 
 def _files(plan: WarmPlan) -> list[str]:
     """Return the cache files that hold the plan's kernels."""
-    from fxwarm.warmup import by_family
+    from fxwarm.family import by_family
 
     found: dict[str, None] = {}
     for family, group in by_family(plan.planned):

@@ -8,31 +8,29 @@ and device.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fxwarm import exc, options, receipts
-from fxwarm.family import Bind, KernelFamily, load_families
+from fxwarm.builds import Stream, each, jobs
+from fxwarm.family import Bind, KernelFamily, by_family, not_installed
 from fxwarm.options import Options, resolve
-from fxwarm.planner import make_plan
+from fxwarm.planner import every_size, make_plan
 from fxwarm.progress import Progress
 from fxwarm.ranks import dealing
 from fxwarm.records import Built, CompileKey, Loaded, Planned, Target, Tuned, WarmPlan, WarmReport
+from fxwarm.runtime import current_device, device_of, memory, quiet
 from passes.records import Gap, KernelCall, ShapeSet
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", Built, Loaded)
 
 _resident: set[tuple[str, CompileKey]] = set()
 """What this process has loaded: (device, key). The libraries keep loaded kernels for good."""
@@ -195,11 +193,16 @@ class Warmup:
         if self.plan is None:
             self.plan = receipts.stored_plan(self)
         if self.plan is None:
-            streams: dict[str, _Stream] = {}
+            streams: dict[str, Stream] = {}
+            target = self.target
 
             def build_at_once(family: KernelFamily, planned: Planned) -> None:
+                if not (hasattr(family, "build") and self._is_proven(family)):
+                    return
                 if family.name not in streams:
-                    streams[family.name] = _Stream(self, family)
+                    streams[family.name] = Stream(
+                        family, target, self._run_build, self._found.append
+                    )
                 streams[family.name].put(planned)
 
             try:
@@ -235,9 +238,8 @@ class Warmup:
             self._found += [p.key for p in rest if p.key not in lacking]
             if missing and hasattr(family, "build"):
                 if not self._is_proven(family):
-                    missing = missing[
-                        :1
-                    ]  # never seen here: the first key shows whether the rest is worth its time
+                    # Never seen here: the first key shows whether the rest is worth its time.
+                    missing = missing[:1]
                 self._run_build(family, missing, len(missing))
 
     def _is_proven(self, family: KernelFamily) -> bool:
@@ -339,93 +341,17 @@ class Warmup:
                 out.append(item)
                 if not item.error:
                     _resident.add((str(self.device), item.key))
-            if canary and out and out[0].error:
+            if not canary or len(out) != 1:
+                continue
+            if out[0].error:
                 raise exc.LibraryError(
                     f"{family.name} does not work on {self.target.name} ({self.target.arch}): {out[0].error}; "
                     f"its other {len(wanted) - 1} kernels are left alone"
                 )
+            rest = family.missing(wanted[1:], self.target)
+            if rest and hasattr(family, "build"):
+                self._run_build(family, rest, len(rest))
         return out
-
-
-class _Stream:
-    """Builds the kernels of one family while its library is still being asked for more."""
-
-    def __init__(self, warmup: Warmup, family: KernelFamily) -> None:
-        self.warmup, self.family = warmup, family
-        self.usable = hasattr(family, "build") and warmup._is_proven(family)
-        self._queue: queue.SimpleQueue[Planned | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        # The options of the warmup are a context variable, which a thread does not inherit.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=run, args=(self._run,), name="fxwarm-stream", daemon=True
-        )
-        self._thread.start()
-
-    def put(self, planned: Planned) -> None:
-        if not self.usable:
-            return
-        assert self.warmup.target is not None
-        if self.family.missing([planned], self.warmup.target):
-            self._queue.put(planned)
-        else:
-            self.warmup._found.append(planned.key)
-
-    def close(self) -> None:
-        """Say that nothing more comes, and wait for the builds."""
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self.warmup._run_build(self.family, iter(self._queue.get, None), 0)
-        except BaseException as error:
-            self._error = error
-
-
-def jobs(options: Options) -> int:
-    """Return how many compiles may run at once: ``fxwarm.jobs``, else the CPUs that this process may use."""
-    return options.jobs or len(os.sched_getaffinity(0))
-
-
-def each(
-    step: Callable[[Any], Iterable[T]], planned: Iterable[Planned], failed: type[T]
-) -> Iterator[T]:
-    """Yield what ``step`` says of each planned kernel. Where it raises at one, that one failed and the rest go on.
-
-    What is still being asked for comes as an iterator and cannot be gone through again: then the error is raised, as
-    are a LibraryError, which concerns all, and the third error in a row.
-    """
-    if not isinstance(planned, Sequence):
-        yield from step(planned)
-        return
-    rest, in_a_row = list(planned), 0
-    while rest:
-        try:
-            for item in step(rest):
-                in_a_row = 0
-                rest = [p for p in rest if p.key != item.key]
-                yield item
-            return
-        except exc.LibraryError:
-            raise
-        except Exception as error:
-            in_a_row += 1
-            if in_a_row == 3 or not rest:
-                raise
-            log.debug("fxwarm: %s", rest[0].key, exc_info=True)
-            yield failed(rest.pop(0).key, error=f"{type(error).__name__}: {error}")
-
-
-def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Planned]]]:
-    """Return the planned kernels grouped by their family, in the order of the families."""
-    families = load_families()
-    groups: dict[str, list[Planned]] = {name: [] for name in families}
-    for p in planned:
-        groups.setdefault(p.key.family, []).append(p)
-    return [(families[name], group) for name, group in groups.items() if group and name in families]
 
 
 def switched_off(options: Options, device: torch.device) -> Warmup:
@@ -434,77 +360,6 @@ def switched_off(options: Options, device: torch.device) -> Warmup:
     assert warmup.target is not None
     warmup.report = WarmReport("", warmup.target, skipped="off")
     return warmup
-
-
-def not_installed(plan: WarmPlan) -> str:
-    """Return a note that lists the kernel libraries which this machine lacks and the plan does not name."""
-    names = {library.distribution for library in plan.libraries}
-    lacking = []
-    for family in load_families().values():
-        if not names & set(family.distributions) and not any(
-            map(_is_installed, family.distributions)
-        ):
-            lacking.append(family.distributions[0])
-    return f"not installed, and not needed here: {', '.join(lacking)}" if lacking else ""
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def every_size(plan: WarmPlan, family: KernelFamily) -> list[Planned]:
-    """Return a planned launch for every attainable size of every call, for those who trust no heuristics."""
-    from passes import bound
-
-    library = next(lib for lib in plan.libraries if lib.distribution in family.distributions)
-    out = []
-    for call in plan.shapes.calls:
-        if call.family == family.name:
-            exprs = [d.expr for _, spec in call.tensors for d in spec.dims if not d.is_static]
-            image = bound.image(call, *dict.fromkeys(exprs))
-            for row in range(len(image.rows)):
-                found = family.keys([bound.at(call, image.at(row))], plan.target, library)
-                out += [p for p in found if isinstance(p, Planned)]
-    return out
-
-
-@contextlib.contextmanager
-def quiet(device: torch.device) -> Iterator[None]:
-    """Run under no modes and no grad, on ``device``, and give the random states back as they were."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    cuda = device.type == "cuda"
-    with (
-        torch.random.fork_rng(devices=[device] if cuda else [], enabled=True),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.cuda.device(device) if cuda else contextlib.nullcontext(),
-    ):
-        yield
-        if cuda:
-            torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def memory(device: torch.device) -> Iterator[dict[str, int]]:
-    """Yield a dict that holds, afterwards, the ``peak`` and ``kept`` bytes of device memory of what ran inside."""
-    used = {"peak": 0, "kept": 0}
-    if device.type != "cuda":
-        yield used
-        return
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        yield used
-    finally:
-        used["peak"] = max(0, torch.cuda.max_memory_allocated(device) - before)
-        used["kept"] = max(0, torch.cuda.memory_allocated(device) - before)
-        torch.cuda.empty_cache()  # what is kept for reuse would be missing from a profile taken next
 
 
 def run(
@@ -516,22 +371,6 @@ def run(
     return warmup.finish(bind)
 
 
-def current_device(kind: str = "cuda") -> torch.device:
-    """Return the current CUDA device if ``kind`` is "cuda" and there is one, else the CPU."""
-    if kind == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def device_of(args: Iterable[Any]) -> torch.device:
-    """Return the first CUDA device among the tensors in ``args``, else the CPU; without tensors the current device."""
-    devices = [a.device for a in args if torch.is_tensor(a)]
-    return next(
-        (d for d in devices if d.type == "cuda"),
-        torch.device("cpu") if devices else current_device(),
-    )
-
-
 def is_resident(device: torch.device, key: CompileKey) -> bool:
     """Return whether this process has loaded ``key`` on ``device``."""
     return (str(device), key) in _resident
@@ -540,11 +379,6 @@ def is_resident(device: torch.device, key: CompileKey) -> bool:
 def is_at_work() -> bool:
     """Return whether any warmup plans, builds or loads at this moment."""
     return bool(_at_work)
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _say(report: WarmReport) -> None:

@@ -99,7 +99,7 @@ def misses_of(
     overload: Any, families: list[KernelFamily], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Miss]:
     """Return the kernels that this call needs and this process has not loaded. Never raises: a model may be wrong."""
-    from fxwarm import warmup
+    from fxwarm import runtime, warmup
 
     arguments = {}
     for at, argument in enumerate(overload._schema.arguments):
@@ -107,7 +107,7 @@ def misses_of(
         arguments[argument.name] = _read(
             args[at] if at < len(args) else kwargs.get(argument.name, default)
         )
-    device = warmup.device_of([*args, *kwargs.values()])
+    device = runtime.device_of([*args, *kwargs.values()])
     found = []
     for family in families:
         try:

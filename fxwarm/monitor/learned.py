@@ -59,7 +59,7 @@ def event_of(miss: Miss, capturing: bool) -> JitEvent:
 
 def explain(event: JitEvent) -> JitEvent:
     """Return a watcher's event with what it could not know: the place, and which plan lacks it."""
-    from fxwarm.warmup import is_capturing
+    from fxwarm.runtime import is_capturing
 
     if event.library == "dynamo":
         return event

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
-from fxwarm import exc, options, warmup
+from fxwarm import exc, options, runtime, warmup
 from fxwarm.monitor import learned, watchers
 from fxwarm.monitor.event import JitEvent
 from passes.table import Table
@@ -207,7 +207,7 @@ def _around(misses: list[Any], call: Callable[[], Any]) -> Any:
     """Run a call that needs kernels which this process has not loaded: name them, and stop it if asked."""
     if options.is_active():
         return call()
-    capturing = warmup.is_capturing()
+    capturing = runtime.is_capturing()
     found = [learned.event_of(miss, capturing) for miss in misses]
     if not any(s.calls for s in _active):
         return call()

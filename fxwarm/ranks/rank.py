@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fxwarm import exc, options, receipts, warmup
-from fxwarm.family import KernelFamily
+from fxwarm import builds, exc, options, receipts, runtime, warmup
+from fxwarm.family import KernelFamily, by_family
 from fxwarm.planner import make_plan
 from fxwarm.progress import Progress
 from fxwarm.ranks.dealing import Facts, Fit, Held, Item, Outcome, Timings, agree, deal, name_folder
@@ -115,7 +115,7 @@ class _Party:
     def _take_stock(self, one: Warmup) -> None:
         assert one.target is not None
         mine = self.items.setdefault(id(one), [])
-        for family, group in warmup.by_family(one.plan.planned if one.plan is not None else ()):
+        for family, group in by_family(one.plan.planned if one.plan is not None else ()):
             library = family.library(one.libraries)
             if not library.installed:
                 one._absent[family.name] = (
@@ -204,7 +204,7 @@ class _Party:
     def _build(self, share: Sequence[Item], peers: int) -> None:
         for family, target, items in self._groups(share):
             one = self.work[items[0]][2]
-            jobs = max(1, warmup.jobs(one.options) // peers)
+            jobs = max(1, builds.jobs(one.options) // peers)
             by_key = {item.key: item for item in items}
             self.tried += items
             title = f"building {family.name}"
@@ -313,7 +313,7 @@ class _Party:
                 with (
                     options.use(one.options),
                     warmup._load_lock,
-                    warmup.quiet(one.device or torch.device("cpu")),
+                    runtime.quiet(one.device or torch.device("cpu")),
                 ):
                     for tuned in family.tune(wanted, warmup.no_weights, reduce=reduce):  # type: ignore[attr-defined]
                         self.tuned |= {mine[i]: tuned for i in mine if i.key == tuned.key}

@@ -245,7 +245,7 @@ def test_the_live_weights_are_used_where_they_are_known(library, monkeypatch):
 
 
 def test_the_random_state_is_the_users_afterwards(library):
-    from fxwarm.warmup import quiet
+    from fxwarm.runtime import quiet
 
     planned = plan(moe(16, **SIZES))
     torch.manual_seed(5)
