@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, family, monitor, receipts, store, warmup
+from fxwarm import artifacts, family, monitor, receipts, runtime, store, warmup
 from fxwarm.backend import fxwarm as backend
 from fxwarm.exc import JitError, OptionError
 from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
@@ -155,7 +155,7 @@ def test_a_new_graph_at_batch_one_is_a_stall_and_raise_stops_it():
 def test_during_a_capture_it_is_the_worst_class_and_told_before_the_library_is_called(monkeypatch):
     """deepseek-ai/DeepGEMM#443"""
     make_warm()
-    monkeypatch.setattr(warmup, "is_capturing", lambda: True)
+    monkeypatch.setattr(runtime, "is_capturing", lambda: True)
     told = []
     monkeypatch.setattr(
         toy_family, "get_kernel", lambda name: told.append(list(seen._events.values())) or 1 / 0
