@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxwarm import exc
 from fxwarm.families.deep_gemm import cache, library, match, presence, toolchain
-from fxwarm.records import Built, Library, Loaded, Planned, Target
+from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target
 from passes.records import Gap, KernelCall
 
 if TYPE_CHECKING:
@@ -114,6 +114,17 @@ class DeepGemm:
             return
         resolved = [splits.resolve(call, target.num_sms) for call in calls]
         yield from recorder_for(target, library).record(resolved)
+
+    def label(self, key: CompileKey) -> str:
+        """Return what a picture calls the kernel: its tile (block_m by block_n), its splits, or its name."""
+        from fxwarm.families.deep_gemm.build import BLOCKS
+
+        if "prenorm" in key.kernel and len(key.template) > 5:
+            return f"{key.template[5]} splits"
+        for kind, (m, n) in BLOCKS.items():
+            if kind in key.kernel and len(key.template) > n:
+                return f"{key.template[m]}\N{MULTIPLICATION SIGN}{key.template[n]}"
+        return key.kernel
 
     def drift(self, modelled: Sequence[Planned], recorded: Sequence[Planned]) -> list[str]:
         """Return where the model and the library disagree."""
