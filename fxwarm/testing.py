@@ -94,7 +94,9 @@ def _check_keys(
                 f"economy: the witness of {p.key} is not static: {p.witness}"
             )
             found = {q.key for q in _keys(family, [p.witness], target, library)}
-            assert p.key in found, f"economy: the witness {p.witness} of {p.key} leads to {found}"
+            assert p.key in found, (
+                f"economy: the witness {p.witness} of {p.key} leads to {_names(found)}"
+            )
 
 
 def _check_call(
@@ -116,14 +118,14 @@ def _check_call(
     def coverage(row: int) -> None:
         static = bound.at(call, image.at(row))
         lost = {p.key for p in _keys(family, [static], target, library)} - keys
-        assert not lost, f"coverage: {static} needs {lost}, which the plan of {call} lacks"
+        assert not lost, f"coverage: {static} needs {_names(lost)}, which the plan of {call} lacks"
 
     @settings(max_examples=max(1, samples // 5), deadline=None, database=None)
     @given(upper=st.integers(1, largest))
     def monotone(upper: int) -> None:
         narrow = {p.key for p in _keys(family, [restrict(call, upper)], target, library)}
         assert narrow <= keys, (
-            f"monotone: up to {upper} needs {narrow - keys}, up to {largest} does not"
+            f"monotone: up to {upper} needs {_names(narrow - keys)}, up to {largest} does not"
         )
 
     coverage()
@@ -140,6 +142,10 @@ def _check_load(family: KernelFamily, planned: Sequence[Planned], target: Target
     assert not failed_loads, f"load: {failed_loads[0].key}: {failed_loads[0].error}"
     missing = family.missing(planned, target)
     assert not missing, f"idempotence: {missing[0].key} is loaded and still missing"
+
+
+def _names(keys: Iterable[CompileKey]) -> str:
+    return ", ".join(sorted(map(str, keys))) or "nothing"
 
 
 def _dims(call: KernelCall) -> Iterable[Dim]:

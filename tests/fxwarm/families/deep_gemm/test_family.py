@@ -173,6 +173,13 @@ def test_a_cpu_runs_references():
     assert not DeepGemm().needs_nothing(call, H200, sgl())
 
 
+def test_the_laws_of_a_family_hold():
+    from fxwarm.testing import check_family
+
+    keys = check_family(DeepGemm, [dense(2112, 7168), dense(576, 5120)], H200, library=sgl())
+    assert len(keys) > 24
+
+
 def test_an_unknown_wanted_version_is_refused():
     with pytest.raises(exc.LibraryError, match="known are sgl-deep-gemm"):
         DeepGemm().library({"sgl-deep-gemm": "9.9.9"})
