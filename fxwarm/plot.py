@@ -196,14 +196,15 @@ def _draw_report(report: WarmReport) -> Drawing:
         axes.text(
             max(x.seconds, 1e-4),
             index,
-            f" {x.seconds:.2f} s{' failed' if x.error else ''}",
+            f" {_time(x.seconds)}{' failed' if x.error else ''}",
             va="center",
             size=8,
             color=INK,
         )
-    axes.set_yticks(
-        range(len(shown)), [f"{kind} {x.key.kernel} {name(x.key)}" for kind, x, _ in shown], size=8
-    )
+    labels = [
+        " ".join(dict.fromkeys((kind, x.key.kernel, name(x.key)))) for kind, x, _ in shown
+    ]  # a name of its own need not be said twice
+    axes.set_yticks(range(len(shown)), labels, size=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, 1.2 * max((x.seconds for _, x, _ in shown), default=1.0) or 1.0)
     left = f"; {len(items) - len(shown)} more not shown" if len(items) > len(shown) else ""
@@ -211,6 +212,10 @@ def _draw_report(report: WarmReport) -> Drawing:
         f"seconds of each step, builds run side by side ({report.build_seconds:.1f} s in all){left}"
     )
     return _svg(figure)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _write_on(
