@@ -59,7 +59,8 @@ def _numbers(value: object) -> list[float]:
     return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def test_the_test_command_is_the_one_that_ci_runs():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "<!-- test -->" in script
-    assert TEXT.count("<!-- test -->") == 1
+def test_the_commands_are_those_that_ci_runs():
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert len(commands) == 2
+    assert all(command.startswith("python3 -m venv") for command in commands)
+    assert "grep '^python3 -m venv' README.md" in (ROOT / ".ci" / "run").read_text()
