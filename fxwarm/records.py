@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from passes.records import SCHEMA, Gap, KernelCall, Record, ShapeSet, Specialization, decode
+from passes.records import SCHEMA, Document, Gap, KernelCall, Record, ShapeSet, Specialization
 from passes.table import Table, plural, size
 from passes.text import fold, shapes_text
 
@@ -111,7 +111,7 @@ class Planned(Record, frozen=True, eq=False):
         return hash(self.key)
 
 
-class WarmPlan(Record, frozen=True, omit_defaults=False):
+class WarmPlan(Document, frozen=True):
     """Which kernels a range of calls can need on a target, with these libraries."""
 
     target: Target
@@ -171,27 +171,6 @@ class WarmPlan(Record, frozen=True, omit_defaults=False):
             notes.append(f"reference implementation here: {', '.join(self.reference)}")
         return Table(title, ("kernel, op", "template|", "smallest call"), rows, notes)
 
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_json(self) -> str:
-        """Return the plan as JSON text; ``from_json`` reads it back to an equal plan."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> WarmPlan:
-        """Read a plan that ``to_json`` wrote. Raises ValueError as ``ShapeSet.from_json`` does."""
-        return decode(text, cls)
-
 
 class Built(Record, frozen=True):
     """One kernel that was put into the library's cache, or could not be."""
@@ -230,7 +209,7 @@ class Entry(Record, frozen=True):
     sha256: str = ""
 
 
-class WarmReport(Record, frozen=True, omit_defaults=False):
+class WarmReport(Document, frozen=True):
     """What one warmup built, found, loaded, tuned and missed."""
 
     plan_key: str
@@ -330,27 +309,6 @@ class WarmReport(Record, frozen=True, omit_defaults=False):
             )
         columns = ("family", "step", "done>", "failed>", "sum s>", "slowest s>", "size>")
         return Table(title, columns, rows, notes)
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_json(self) -> str:
-        """Return the report as JSON text; ``from_json`` reads it back."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> WarmReport:
-        """Read a report that ``to_json`` wrote. Raises ValueError as ``ShapeSet.from_json`` does."""
-        return decode(text, cls)
 
 
 def digest(*parts: object) -> str:

@@ -35,6 +35,38 @@ class Record(
     """
 
 
+class Document(Record, frozen=True, omit_defaults=False):
+    """A record that is a file of its own and shows itself as a table: in a notebook, a terminal, a log."""
+
+    def table(self) -> Table:
+        """Return the record as a table."""
+        raise NotImplementedError
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_json(self) -> str:
+        """Return the record as JSON text; ``from_json`` reads it back to an equal record."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls: type[T], text: str | bytes) -> T:
+        """Read a record that ``to_json`` wrote.
+
+        Raises ValueError, with the reason and what to do, for a truncated file, another schema or a foreign file.
+        """
+        return decode(text, cls)
+
+
 class Dim(Record, frozen=True):
     """One dimension (or integer argument): static, or an expression over the symbols of its call.
 
@@ -180,7 +212,7 @@ class Specialization(Record, frozen=True):
     place: str = ""
 
 
-class ShapeSet(Record, frozen=True, omit_defaults=False):
+class ShapeSet(Document, frozen=True):
     """The kernel calls of a model, the gaps, and what was seen but not understood.
 
     ``a | b`` unites two sets (graphs, models, ranges), ``a - b`` keeps the calls of ``a`` that ``b`` lacks.
@@ -255,30 +287,6 @@ class ShapeSet(Record, frozen=True, omit_defaults=False):
         of = f" of {families[0]}" if len(families) == 1 else ""
         title = f"{plural(len(self), 'kernel call')}{of}, {plural(len(self.gaps), 'gap')}"
         return Table(title, ("call, first place", "tensors", "sizes", "nodes>"), rows, notes)
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def to_json(self) -> str:
-        """Return the set as JSON text; ``from_json`` reads it back to an equal set."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ShapeSet:
-        """Read a set that ``to_json`` wrote.
-
-        Raises ValueError, with the reason and what to do, for a truncated file, another schema or a foreign file.
-        """
-        return decode(text, cls)
 
 
 def unite(sets: Iterable[ShapeSet]) -> ShapeSet:
