@@ -19,7 +19,7 @@ import torch
 from fxwarm import graph_key, planner, substitute, symbolic
 from fxwarm.after import AfterDynamo
 from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_called
-from fxwarm.family import keep_weights, load_families
+from fxwarm.family import inputs_of, keep_weights, load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
 from fxwarm.runtime import device_of
@@ -51,22 +51,21 @@ def fxwarm(
         return WarmCallable(inner, switched_off(settings, device_of(example_inputs)))
     begin = time.perf_counter()
     collected = _collect(gm, example_inputs, settings)
-    if collected is None or _is_meta(example_inputs):
+    if _is_meta(example_inputs):
         return _inductor(gm, example_inputs, patches)
-    target = Target.current(device_of(example_inputs))
+    bound = keep_weights(collected.weights)
+    device = device_of(example_inputs)
+    target = Target.current(device)
     if collected.shapes.calls:
-        with contextlib.suppress(
-            Exception
-        ):  # only a head start: what is wrong shows when it is asked
+        # Only a head start: what is wrong shows when it is asked.
+        with contextlib.suppress(Exception):
             planner.prepare(collected.shapes, target)
-        weights = {
-            i for places in keep_weights(collected.weights).values() for i in places.values()
-        }
+        weights = inputs_of(bound)
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
         fixed = symbolic.settle(gm, example_inputs, weights)
         collected = _with_specialized(collected, fixed)
     _say(collected, time.perf_counter() - begin)
-    warmup = Warmup(collected.shapes, settings, device=device_of(example_inputs), target=target)
+    warmup = Warmup(collected.shapes, settings, device=device, target=target)
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
     with graph_key.watch(begin_builds) as keys:
@@ -78,7 +77,7 @@ def fxwarm(
     if keys.why:
         log.info("fxwarm: %s; the digest of the calls serves as key", keys.why)
     begin_builds(warmup.graph_key)
-    warm = WarmCallable(inner, warmup, keep_weights(collected.weights))
+    warm = WarmCallable(inner, warmup, bound)
     beyond = after.finish(example_inputs)
     if beyond.calls or beyond.gaps:
         warm.after = _beside(beyond, warmup)
@@ -111,7 +110,7 @@ def _no_builds(key: str) -> None:
     """``fxwarm.when`` is "manual": nothing starts before ``warm_all``."""
 
 
-def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Collected | None:
+def _collect(gm: torch.fx.GraphModule, inputs: list[Any], options: Options) -> Collected:
     """Collect, or say why not: a bug of ours must not break the user's compile."""
     from passes.collect import Collected, collect
 

@@ -172,6 +172,11 @@ def keep_weights(
     return kept
 
 
+def inputs_of(weights: Mapping[KernelCall, Mapping[str, int]]) -> set[int]:
+    """Return the graph inputs that are weights of any call."""
+    return {index for places in weights.values() for index in places.values()}
+
+
 def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Planned]]]:
     """Return the planned kernels grouped by their family, in the order of the families."""
     families = load_families()
@@ -218,6 +223,7 @@ __all__ = [
     "by_family",
     "check",
     "get_family",
+    "inputs_of",
     "keep_weights",
     "load_families",
     "not_installed",

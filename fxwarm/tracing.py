@@ -35,7 +35,7 @@ def trace(
     import torch
 
     from fxwarm import exc, substitute, symbolic
-    from fxwarm.family import keep_weights, load_families
+    from fxwarm.family import inputs_of, keep_weights, load_families
     from fxwarm.options import resolve
     from passes.collect import collect
 
@@ -57,9 +57,7 @@ def trace(
         except ValueError as error:
             failed.append(error)
             return gm.forward
-        weights = {
-            i for places in keep_weights(collected.weights).values() for i in places.values()
-        }
+        weights = inputs_of(keep_weights(collected.weights))
         if collected.shapes:
             symbolic.retrace_if_static(gm, inputs, weights, options.symbolic)
         fixed = symbolic.settle(gm, inputs, weights)

@@ -312,6 +312,10 @@ def test_old_warmup_lists_miss_what_was_counted() -> None:
     assert [full[kernel] for kernel in full if kernel not in listed] == [449]
 
 
+def test_the_relaxed_list_launches_205_gemms_for_the_weight_that_readme_shows():
+    assert len(relaxed(2112, 132)) == 205
+
+
 def relaxed(n: int, num_sms: int, hi: int = 8192) -> list[int]:
     ms = {1, 2, 4, *range(8, 65, 8), *range(64, hi + 1, 64)}
     for block_m in (64, 128, 256):
