@@ -1,4 +1,4 @@
-"""torch.compile's own cache key of a graph: the only file that touches torch's private cache API.
+"""torch.compile's own cache key of a graph, and its look-up: the only file that touches torch's private cache API.
 
 Each access is guarded. Where torch gives no key, or one that is not of torch's form (under ``aot_compile`` it can be
 ``str(random())``), there is none, ``GraphKeys.why`` says why, and the caller's digest of the graph has to do.
@@ -7,6 +7,7 @@ Each access is guarded. Where torch gives no key, or one that is not of torch's 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -75,7 +76,8 @@ def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
         original = module.autograd_cache_key
     except (ImportError, AttributeError) as error:
         keys.why = f"torch has no autograd_cache_key here ({error})"
-        yield keys
+        with whole_ranges():
+            yield keys
         return
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -95,11 +97,44 @@ def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
 
     module.autograd_cache_key = spy
     try:
-        yield keys
+        with whole_ranges():
+            yield keys
     finally:
         module.autograd_cache_key = original
         if not keys.best and not keys.why:
             keys.why = "torch was not asked for a key (its caches are off)"
+
+
+@contextlib.contextmanager
+def whole_ranges() -> Iterator[None]:
+    """Let a cache hit inside keep the range of sizes that was compiled.
+
+    Torch stores the guards of an entry as text and evaluates it on symbolic sizes at a hit. There ``min(128, 8*s)`` is
+    Python's ``min``, whose comparison picks a branch and becomes a guard: the range splits at s = 16, and the first
+    small batch of a warm start is traced again, which the cold start never did (torch 2.11 to 2.15).
+    """
+    try:
+        from torch import sym_max, sym_min
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as names
+    except ImportError as error:
+        log.info("a cache hit may split the range of sizes on this torch: %s", error)
+        yield
+        return
+    added = {
+        name: functools.partial(_fold, pair)
+        for name, pair in (("min", sym_min), ("max", sym_max))
+        if name not in names
+    }
+    names.update(added)
+    try:
+        yield
+    finally:  # the guards that Dynamo makes of the frame use the same names, on plain numbers, at every call
+        for name in added:
+            names.pop(name, None)
+
+
+def _fold(pair: Callable[[Any, Any], Any], *values: Any) -> Any:
+    return functools.reduce(pair, values)
 
 
 def wrap_inner(inner: Callable[..., Any], keys: GraphKeys) -> Callable[..., Any]:

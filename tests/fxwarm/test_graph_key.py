@@ -175,3 +175,50 @@ def test_the_patch_of_torch_is_gone_afterwards():
         assert autograd_cache.autograd_cache_key is not before
         raise RuntimeError("stop")
     assert autograd_cache.autograd_cache_key is before
+
+
+class Padded(torch.nn.Module):
+    """Rows as an engine pads them: their number depends on the batch by a ``min``."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        tokens = x.shape[0]
+        rows = 8 * tokens + 3 * torch.sym_min(8 * tokens, 128)
+        index = torch.arange(rows, device=x.device) % tokens
+        return torch.ops.toy.scale(x[index], self.w)[:tokens]
+
+
+def graphs_of_two_sizes(model: torch.nn.Module) -> tuple[int, int]:
+    """Return how many frames Dynamo traced for 64 rows, then for 9, and how many AOTAutograd entries were found."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend=backend)
+    traced = []
+    with torch.no_grad():
+        for rows in (64, 9):
+            assert torch.equal(compiled(torch.ones(rows, 8)), torch.ones(rows, 8))
+            traced.append(counters["stats"]["unique_graphs"])
+    return traced[1] - traced[0], counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_a_cache_hit_keeps_the_range_that_was_compiled():
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    model = Padded()
+    assert graphs_of_two_sizes(model) == (0, 0)
+    assert graphs_of_two_sizes(model) == (0, 1)
+    assert not {"min", "max"} & set(SYMPY_INTERP)  # Dynamo's own guards see Python's
+
+
+def test_without_torch_s_table_of_names_nothing_is_changed(monkeypatch):
+    from torch.fx.experimental import symbolic_shapes
+
+    names = symbolic_shapes.SYMPY_INTERP
+    monkeypatch.delattr(symbolic_shapes, "SYMPY_INTERP")
+    with graph_key.whole_ranges():
+        assert "min" not in names
