@@ -25,7 +25,18 @@ from typing import NamedTuple
 
 from fxwarm.families.deep_gemm.source import tag_of
 
-__all__ = ["Roots", "entries", "find", "is_whole_elf", "locate", "publish", "roots", "writable"]
+__all__ = [
+    "Roots",
+    "damaged",
+    "entries",
+    "find",
+    "is_whole_elf",
+    "locate",
+    "publish",
+    "roots",
+    "set_aside",
+    "writable",
+]
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +110,25 @@ def entries(cache: Roots) -> dict[str, Path]:
     return found
 
 
+def damaged(cache: Roots) -> dict[str, Path]:
+    """Return each entry of the first root that has a source and no whole cubin: NVRTC leaves them, and full disks."""
+    found: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        for folder in sorted((cache.write / "cache").iterdir()):
+            if (folder / CODE).is_file() and not is_complete(folder, cache.generation):
+                found[folder.name] = folder
+    return found
+
+
+def set_aside(folder: Path, cache: Roots) -> None:
+    """Remove an entry in one step: it is gone before its files are. Whoever was faster is no error."""
+    aside = cache.write / "tmp" / f"damaged-{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def is_complete(folder: Path, generation: str) -> bool:
     """Return whether the library would take this entry and it would work."""
     if generation == "B" and not (folder / COMMITTED).exists():
@@ -143,10 +173,7 @@ def publish(built: Path, entry: str, cache: Roots) -> Path:
     _sync(built)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and not is_complete(target, cache.generation):
-        aside = cache.write / "tmp" / f"damaged-{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):
-            target.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        set_aside(target, cache)
     try:
         built.rename(target)
     except OSError:

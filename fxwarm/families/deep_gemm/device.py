@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 __all__ = ["child_environment", "identity"]
@@ -44,16 +43,14 @@ def identity(device: str) -> str:
     return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
-def child_environment(room: Path, device: str) -> dict[str, str]:
-    """Return this process's environment with the stand-in in ``room``, a private cache, one device.
+def child_environment(device: str) -> dict[str, str]:
+    """Return this process's environment for a child that sees our modules and our current device alone.
 
     ``DG_JIT_DEBUG`` is repeated where the user set it: it changes the name of every entry.
     """
     quiet = {f"{prefix}_{name}" for prefix in ("DG", "DJ") for name in _QUIET}
     environ = {name: value for name, value in os.environ.items() if name not in quiet}
     environ |= {
-        "DG_JIT_CACHE_DIR": str(room / "unused"),
-        "DG_JIT_NVCC_COMPILER": str(room / "nvcc"),
         "DG_USE_PYTORCH_CUBLASLT_HANDLE": "1",  # or the library takes 32 MiB of its own
         "DG_USE_TEMP_CUBLASLT_WORKSPACE": "1",
         "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),

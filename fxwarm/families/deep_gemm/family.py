@@ -84,6 +84,8 @@ class DeepGemm:
         """Start the recorder's child in the background; a failure shows when it is asked."""
         if target.device != "cuda" or not library.installed:
             return
+        if toolchain.uses_nvrtc(_generation(library)):
+            return  # nobody will ask
         from fxwarm.families.deep_gemm.recorder import recorder_for
 
         recorder = recorder_for(target, library)
@@ -101,16 +103,13 @@ class DeepGemm:
     ) -> Iterable[Planned | Gap]:
         """Yield each kernel that the library itself asks for. Raises LibraryError if it cannot say.
 
-        Nothing is yielded where it compiles through NVRTC: there the model serves.
+        Nothing is yielded where it compiles through NVRTC: there the model serves, and workers build.
         """
         from fxwarm.families.deep_gemm.recorder import recorder_for
         from fxwarm.families.mhc import splits
 
         if toolchain.uses_nvrtc(_generation(library)):
-            log.warning(
-                "fxwarm: DG_JIT_USE_NVRTC is set, so DeepGEMM's kernels are planned by the model and "
-                "compiled one after the other when they are loaded; unset it to build in parallel"
-            )
+            log.info("fxwarm: DG_JIT_USE_NVRTC is set: DeepGEMM's kernels are planned by the model")
             return
         resolved = [splits.resolve(call, target.num_sms) for call in calls]
         yield from recorder_for(target, library).record(resolved)
@@ -149,12 +148,16 @@ class DeepGemm:
     def build(self, planned: Iterable[Planned], target: Target, jobs: int) -> Iterator[Built]:
         """Compile recorded sources into the library's cache, also while they are still recorded; see ``build``.
 
-        Kernels without a source are left to ``load``, which makes the library compile them.
+        Kernels without a source are left to ``load``, which makes the library compile them; in NVRTC mode, where
+        none has one, to ``workers``.
         """
         from fxwarm.families.deep_gemm.build import TIMEOUT, build
 
         found = library.find_library({})
         generation = _generation(found)
+        if toolchain.uses_nvrtc(generation):
+            yield from self._build_by_workers([*planned], target, found, jobs)
+            return
         if isinstance(planned, Sequence) and not any(p.source for p in planned):
             return
         sourced = self._sourced(planned)
@@ -167,12 +170,41 @@ class DeepGemm:
             for p in sourced:
                 yield Built(p.key, error=str(error))
             return
-        where = cache.writable(self._roots(generation))
-        if where != self._roots(generation):
-            os.environ.update(cache.environment(where))  # read by the library at its first call
+        where = self._writable(generation)
         timeout = self.timeout or _option("build_timeout", TIMEOUT)
         ready = [*sourced] if isinstance(planned, Sequence) else sourced
         yield from build(ready, where, compiler, jobs=jobs, timeout=timeout)
+
+    def _build_by_workers(
+        self, planned: Sequence[Planned], target: Target, found: Library, jobs: int
+    ) -> Iterator[Built]:
+        from fxwarm.families.deep_gemm import worker_pool, workers
+        from fxwarm.families.deep_gemm.build import TIMEOUT
+
+        generation = _generation(found)
+        job = worker_pool.Job(
+            target,
+            found,
+            self._writable(generation),
+            jobs,
+            self._memory(),
+            self.timeout or _option("build_timeout", TIMEOUT),
+            _alignment(found.module),
+        )
+        left = {p.key: p for p in planned}
+        try:
+            for built in workers.build(planned, job):
+                mine = presence.held([left.pop(built.key)], job.where)
+                self._built.update(folder.name for folder in mine.values())
+                yield built
+        except exc.LibraryError as error:
+            yield from (Built(key, error=str(error)) for key in left)
+
+    def _writable(self, generation: str) -> cache.Roots:
+        where = cache.writable(self._roots(generation))
+        if where != self._roots(generation):
+            os.environ.update(cache.environment(where))  # read by the library at its first call
+        return where
 
     def _sourced(self, planned: Iterable[Planned]) -> Iterator[Planned]:
         for p in planned:
@@ -198,8 +230,7 @@ class DeepGemm:
             )
             yield from (Loaded(p.key, error=words) for p in planned)
             return
-        alignment = int(library.live_settings(name).get("mk_alignment", "128"))
-        yield from load(planned, module, bind, memory=self._memory(), alignment=alignment)
+        yield from load(planned, module, bind, memory=self._memory(), alignment=_alignment(name))
 
     def verify(self, planned: Sequence[Planned]) -> list[Gap]:
         """Return a gap for each entry that came into the cache since loading began, unplanned."""
@@ -232,6 +263,10 @@ class DeepGemm:
 
 def _generation(found: Library) -> str:
     return dict(found.settings).get("generation", "A")
+
+
+def _alignment(module: str) -> int:
+    return int(library.live_settings(module).get("mk_alignment", "128"))
 
 
 def _option(name: str, default: float) -> float:

@@ -216,6 +216,12 @@ def live_settings(module: str) -> dict[str, str]:
     return found
 
 
+def settings_to_repeat(found: Library) -> dict[str, str]:
+    """Return what a child must set in the library to ask as this process would."""
+    named = {n: v for n, v in found.settings if n in ("num_sms", "mk_alignment")}
+    return live_settings(found.module) | named
+
+
 def _identity_settings(module: str) -> dict[str, str]:
     """Return the settings that enter kernels and are not the default.
 

@@ -9,15 +9,9 @@ behind the trace.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import logging
 import os
-import queue
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +20,7 @@ from typing import Any
 
 from fxwarm import exc
 from fxwarm.families.deep_gemm import cache, device, library, standin, sweep, toolchain
+from fxwarm.families.deep_gemm.child import Child
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.families.deep_gemm.source import key_in, tag_of
 from fxwarm.records import CompileKey, Library, Planned, Source, Target
@@ -42,8 +37,9 @@ MEMORY = 1 << 30
 class Recorder:
     """One child, started at the first need. Its methods may be called from any thread.
 
-    ``patience`` is how many seconds may pass without a word from the child, a sign of life every
-    2 s included; ``start_patience`` how many for its imports.
+    It asks as if nvcc compiled, also where the library is told to use NVRTC: the names of entries are nvcc's then.
+    ``patience`` is how many seconds may pass without a word from the child, a sign of life every 2 s included;
+    ``start_patience`` how many for its imports.
     """
 
     def __init__(
@@ -58,8 +54,7 @@ class Recorder:
         self.patience, self.start_patience = patience, start_patience
         self.generation = dict(found.settings).get("generation", "A")
         self._room: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._child: Child | None = None
         self._lock = threading.RLock()
         self._requests = 0
         self._owner = os.getpid()
@@ -71,24 +66,17 @@ class Recorder:
         Raises LibraryError where it cannot: no compiler, a library that does not import.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
+            if self._child is not None and self._child.is_alive:
                 return
-            if toolchain.uses_nvrtc(self.generation):
-                raise exc.LibraryError(
-                    "DeepGEMM compiles through NVRTC here, where no compiler can be stood in for; "
-                    "unset DG_JIT_USE_NVRTC to have its kernels recorded and built in parallel"
-                )
             compiler = toolchain.find_compiler(self.generation)
             toolchain.check(compiler, self.target.arch or "sm_90a", self.generation)
             if self._room is None:
                 self._room = standin.make_room((None, cache.roots(self.generation).write.parent))
             standin.write_standin(self._room, compiler.text)
-            self._lines = queue.SimpleQueue()
-            self._process = self._spawn(self._room)
-            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+            child = self._child = self._spawn(self._room)
             if not (self._room / "stub.cubin").exists():
                 standin.compile_stub(self._room, compiler, self.target.arch or "sm_90a")
-            self._forks = bool(self._answer(self.start_patience, "to start").get("forks"))
+            self._forks = bool(child.answer(self.start_patience, "to start").get("forks"))
 
     def record(
         self, calls: Sequence[KernelCall], *, memory: int = MEMORY
@@ -118,9 +106,9 @@ class Recorder:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            process, self._process = self._process, None
-            if process is not None:
-                _end(process)
+            child, self._child = self._child, None
+            if child is not None:
+                child.end()
             if self._room is not None:
                 shutil.rmtree(self._room, ignore_errors=True)
                 self._room = None
@@ -130,12 +118,14 @@ class Recorder:
         request = {
             "id": self._requests,
             "memory": memory,
-            "settings": library.live_settings(self.found.module) | _given(self.found),
+            "settings": library.settings_to_repeat(self.found),
             "calls": [s.request() for s in sweeps],
         }
-        self._send(request)
+        child = self._child
+        assert child is not None
+        child.send(request)
         begin, failures, keys = time.monotonic(), dict[int, str](), set[CompileKey]()
-        while "done" not in (answer := self._answer(self.patience, "during a sweep")):
+        while "done" not in (answer := child.answer(self.patience, "during a sweep")):
             if "entry" in answer:
                 planned = _planned(answer, sweeps)
                 if planned.key not in keys:
@@ -153,7 +143,7 @@ class Recorder:
             elif "died" in answer:
                 raise exc.LibraryError(
                     f"the process that asks {self.found} for its kernels ended by "
-                    f"{answer['died']}: {self._words()}"
+                    f"{answer['died']}: {child.words()}"
                 )
         if len(failures) == len(sweeps) and not keys:
             raise exc.LibraryError(library.probe_message(self.found, failures[min(failures)]))
@@ -162,76 +152,21 @@ class Recorder:
             self.found, len(keys), answer["made"], time.monotonic() - begin,
         )  # fmt: skip
 
-    def _spawn(self, room: Path) -> subprocess.Popen[bytes]:
+    def _spawn(self, room: Path) -> Child:
         config = {
             "module": self.found.module,
             "device": self.target.device,
             "root": str(room),
             "log": str(room / "log.txt"),
         }
-        environ = device.child_environment(room, self.target.device)
-        with open(room / "stderr.txt", "wb") as errors:
-            return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "fxwarm.families.deep_gemm.recorder_child",
-                    json.dumps(config),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=room,
-                env=environ,
-                start_new_session=True,  # so that a hanging compiler ends with it
-            )
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        lines = self._lines
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(json.loads(line))
-        lines.put(None)
-
-    def _send(self, request: dict[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._death() from None
-
-    def _answer(self, patience: float, when: str) -> dict[str, Any]:
-        try:
-            answer = self._lines.get(timeout=patience)
-        except queue.Empty:
-            raise exc.LibraryError(
-                f"the process that asks {self.found} for its kernels said nothing for "
-                f"{patience:.0f} s {when}: {self._words()}; run it again, or set FXWARM_COVERAGE=off"
-            ) from None
-        if answer is None:
-            raise self._death()
-        return answer
-
-    def _death(self) -> exc.LibraryError:
-        code = self._process.wait(10) if self._process is not None else None
-        how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-        words = self._words()
-        if "undefined symbol" in words:
-            return exc.LibraryError(library.probe_message(self.found, words))
-        return exc.LibraryError(
-            f"the process that asks {self.found} for its kernels ended by {how}: {words}; "
-            f"check that `import {self.found.module}` works"
+        return Child(
+            "recorder_child",
+            config,
+            room=room,
+            environ=device.child_environment(self.target.device) | standin.environment(room),
+            found=self.found,
+            task=f"asks {self.found} for its kernels",
         )
-
-    def _words(self) -> str:
-        """Return the end of what the child wrote to stderr."""
-        try:
-            text = (self._room or Path()).joinpath("stderr.txt").read_text(errors="replace")
-        except OSError:
-            return "(it left no words)"
-        return text.strip()[-800:] or "(it left no words)"
 
 
 def compare(modelled: Sequence[Planned], recorded: Sequence[Planned]) -> list[str]:
@@ -288,21 +223,6 @@ def _planned(answer: dict[str, Any], sweeps: Sequence[sweep.Sweep]) -> Planned:
     key = key_in(code, tag_of(entry))
     witness = sweeps[answer["call"]].witness(answer["row"])
     return Planned(key, witness, Source(entry, code, tuple(answer["flags"])))
-
-
-def _given(found: Library) -> dict[str, str]:
-    return {n: v for n, v in found.settings if n in ("num_sms", "mk_alignment")}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(2)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader: forks, compilers
-    process.wait(10)
 
 
 def _at(planned: Planned) -> str:

@@ -105,10 +105,7 @@ def serve(
     root = Path(config["root"], f"r{request['id']}")
     root.mkdir(parents=True, exist_ok=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(root)
-    for name, value in request["settings"].items():
-        setter = next((s for n in SETTERS[name] if (s := getattr(library, n, None))), None)
-        if setter is not None:
-            setter(value in ("True", "1") if name == "pdl" else int(value))
+    repeat(request["settings"], library)
     calls = [Call(spec, torch) for spec in request["calls"]]
     operands = max((c.operand_bytes for c in calls), default=0)
     buffers = Buffers(torch, config["device"], min(operands, request["memory"]))
@@ -120,6 +117,14 @@ def serve(
     seconds = time.monotonic() - start
     shutil.rmtree(root, ignore_errors=True)
     say(answers, {"done": request["id"], "made": made, "seconds": seconds})
+
+
+def repeat(settings: dict[str, str], library: Any) -> None:
+    """Make the library's settings those of the parent."""
+    for name, value in settings.items():
+        setter = next((s for n in SETTERS[name] if (s := getattr(library, n, None))), None)
+        if setter is not None:
+            setter(value in ("True", "1") if name == "pdl" else int(value))
 
 
 def sweep(calls: list[Call], library: Any, answers: int, root: Path, log: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from fxwarm import exc
 from fxwarm.families.deep_gemm.toolchain import Compiler
 
-__all__ = ["compile_stub", "make_room", "write_standin"]
+__all__ = ["compile_stub", "environment", "make_room", "write_standin"]
 
 SCRIPT = """\
 #!/bin/sh
@@ -78,6 +78,15 @@ def write_standin(room: Path, version_text: str) -> Path:
     script.write_text(SCRIPT.format(room=room))
     script.chmod(0o700)
     return script
+
+
+def environment(room: Path) -> dict[str, str]:
+    """Return the variables that make the library use the stand-in in ``room`` and a cache of its own."""
+    return {
+        "DG_JIT_CACHE_DIR": str(room / "unused"),
+        "DG_JIT_NVCC_COMPILER": str(room / "nvcc"),
+        "DG_JIT_USE_NVRTC": "0",  # it compiles in process: nothing could be stood in for
+    }
 
 
 def compile_stub(room: Path, compiler: Compiler, arch: str, timeout: float = 120.0) -> None:
