@@ -20,6 +20,7 @@ from passes.records import Gap, KernelCall, ShapeSet
 log = logging.getLogger(__name__)
 
 OnPlanned = Callable[[KernelFamily, Planned], None]
+OnModelled = Callable[[KernelFamily, Sequence[Planned]], None]
 
 ONE_BY_ONE = 32
 """Keys with consecutive witness sizes from which on we say that M itself is in the key."""
@@ -34,12 +35,14 @@ def make_plan(
     max_keys: int = 4096,
     graph_key: str = "",
     on_planned: OnPlanned | None = None,
+    on_modelled: OnModelled | None = None,
 ) -> WarmPlan:
     """Return every kernel that ``shapes`` can need on ``target``, each once, with a witness.
 
     ``libraries`` names builds to plan for, as in ``{"sgl-deep-gemm": "0.1.2"}``; the default is what is installed,
     else the newest build that the family knows. ``on_planned`` hears of each kernel that a library names as soon as it
-    does. Raises LibraryError where a name in ``libraries`` fits no family.
+    does, ``on_modelled`` of all kernels of a family that cannot ask its installed library; these families come first.
+    Raises LibraryError where a name in ``libraries`` fits no family.
     """
     planned: dict[Planned, None] = {}
     used: list[Library] = []
@@ -65,6 +68,8 @@ def make_plan(
                 )
             )
             found = found[:max_keys]
+        if on_modelled is not None and library.installed and not _records(family):
+            on_modelled(family, found)
         planned.update(dict.fromkeys(found))
         gaps += family_gaps
         notes += family_notes
@@ -93,12 +98,15 @@ def make_plan(
 def choose(
     shapes: ShapeSet, target: Target, libraries: Mapping[str, str] | None = None
 ) -> list[tuple[KernelFamily, list[KernelCall], Library | exc.LibraryError]]:
-    """Return each family that has something to do on ``target``, with its calls and the build to plan for."""
+    """Return each family that has something to do on ``target``, with its calls and the build to plan for.
+
+    Those that only model come first: what they name can be built while the others ask.
+    """
     families = load_families()
     wanted = dict(libraries or {})
     _check_wanted(wanted, families.values())
     chosen: list[tuple[KernelFamily, list[KernelCall], Library | exc.LibraryError]] = []
-    for family in families.values():
+    for family in sorted(families.values(), key=_records):
         calls = [call for call in shapes.calls if call.family == family.name]
         if not _runs_on(target, family.name) or not (calls or hasattr(family, "extra")):
             continue
@@ -115,6 +123,11 @@ def prepare(shapes: ShapeSet, target: Target) -> None:
         begin = getattr(family, "prepare", None)
         if begin is not None and calls and isinstance(library, Library) and library.installed:
             begin(target, library)
+
+
+def _records(family: KernelFamily) -> bool:
+    """Whether a family can ask its installed library, which takes seconds."""
+    return getattr(family, "record", None) is not None
 
 
 def _runs_on(target: Target, name: str) -> bool:

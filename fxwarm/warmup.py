@@ -8,6 +8,7 @@ and device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from fxwarm import exc, options, receipts
-from fxwarm.builds import Stream, each, jobs
+from fxwarm.builds import Beside, Stream, each, jobs
 from fxwarm.family import Bind, KernelFamily, by_family, not_installed
 from fxwarm.options import Options, resolve
 from fxwarm.planner import every_size, make_plan
@@ -162,10 +163,7 @@ class Warmup:
 
     def _prepare(self) -> None:
         try:
-            with (
-                self._working(),
-                torch.cuda.device(self.device) if self._is_cuda else contextlib.nullcontext(),
-            ):
+            with self._working(), self._on_device():
                 self._plan_and_build()
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
@@ -183,9 +181,10 @@ class Warmup:
         finally:
             _at_work.discard(token)
 
-    @property
-    def _is_cuda(self) -> bool:
-        return self.device is not None and self.device.type == "cuda"
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what makes the device the current one of this thread."""
+        is_cuda = self.device is not None and self.device.type == "cuda"
+        return torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext()
 
     def _plan_and_build(self) -> None:
         begin = time.perf_counter()
@@ -194,6 +193,7 @@ class Warmup:
             self.plan = receipts.stored_plan(self)
         if self.plan is None:
             streams: dict[str, Stream] = {}
+            beside: list[Beside] = []
             target = self.target
 
             def build_at_once(family: KernelFamily, planned: Planned) -> None:
@@ -205,6 +205,10 @@ class Warmup:
                     )
                 streams[family.name].put(planned)
 
+            def build_beside(family: KernelFamily, group: Sequence[Planned]) -> None:
+                if self._is_proven(family):
+                    beside.append(Beside(lambda: self._build_family(family, group)))
+
             try:
                 self.plan = make_plan(
                     self.shapes,
@@ -214,17 +218,20 @@ class Warmup:
                     max_keys=self.options.max_keys,
                     graph_key=self.graph_key,
                     on_planned=build_at_once,
+                    on_modelled=build_beside,
                 )
             finally:
                 for stream in streams.values():
                     stream.close()
+                for one in beside:
+                    one.join()
         self._build(self.plan)
         self._build_seconds = time.perf_counter() - begin
 
     def _build(self, plan: WarmPlan) -> None:
-        """Build what no stream has built while the plan was made."""
-        assert self.target is not None
+        """Build what was not built while the plan was made, the families side by side."""
         tried = {b.key for b in self._built} | set(self._found)
+        beside: list[Beside] = []
         for family, group in by_family(plan.planned):
             library = family.library(self.libraries)
             if not library.installed:
@@ -233,9 +240,16 @@ class Warmup:
                 )
                 continue
             rest = [p for p in group if p.key not in tried]
-            missing = family.missing(rest, self.target)
+            beside.append(Beside(functools.partial(self._build_family, family, rest)))
+        for one in beside:
+            one.join()
+
+    def _build_family(self, family: KernelFamily, planned: Sequence[Planned]) -> None:
+        assert self.target is not None
+        with self._on_device():
+            missing = family.missing(planned, self.target)
             lacking = {p.key for p in missing}
-            self._found += [p.key for p in rest if p.key not in lacking]
+            self._found += [p.key for p in planned if p.key not in lacking]
             if missing and hasattr(family, "build"):
                 if not self._is_proven(family):
                     # Never seen here: the first key shows whether the rest is worth its time.

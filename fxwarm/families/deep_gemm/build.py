@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fxwarm import exc, locks
+from fxwarm import exc, locks, slots
 from fxwarm.families.deep_gemm import cache, toolchain
 from fxwarm.families.deep_gemm.cache import Roots
 from fxwarm.families.deep_gemm.toolchain import Compiler
@@ -70,7 +70,9 @@ def build(
 
     def run() -> None:
         while (p := todo.get()[2]) is not None:
-            done.put(_build_one(p, work))
+            with slots.take(jobs):
+                built = _build_one(p, work)
+            done.put(built)
         done.put(None)
 
     jobs = max(1, jobs)

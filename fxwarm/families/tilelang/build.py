@@ -1,7 +1,7 @@
 """Build kernels into TileLang's disk cache in parallel: nothing launched, no GPU needed.
 
-Each worker is a process that takes the next key when it is done. A worker that dies or exceeds the limit costs its key,
-not the others.
+A server imports TileLang once and forks for each kernel (``worker``). A fork that dies or exceeds the limit costs its
+kernel, not the others.
 """
 
 from __future__ import annotations
@@ -14,139 +14,134 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from typing import IO
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from fxwarm import options, slots
 from fxwarm.families.tilelang.worker import Answer, Task
-from fxwarm.records import Built, Planned, Target
+from fxwarm.records import Built, CompileKey, Planned, Target
 
-LIMIT = 300.0
-"""Seconds for one kernel with the start of its worker: 6.9 s was the slowest mHC kernel, 4 s the slowest start."""
+START = 120.0
+"""Seconds for the imports of the server: 4 s was the slowest start."""
 
 
 def build(
-    planned: Sequence[Planned], target: Target, jobs: int, limit: float = LIMIT
+    planned: Iterable[Planned], target: Target, jobs: int, limit: float | None = None
 ) -> Iterator[Built]:
     """Compile each of ``planned`` for ``target``, at most ``jobs`` at a time; yield them as they finish.
 
-    The target is given explicitly, so a machine without a GPU builds what a GPU loads. Closing the iterator stops it.
+    ``limit`` is how many seconds one kernel may take, by default ``fxwarm.build_timeout``. The target is given
+    explicitly, so a machine without a GPU builds what a GPU loads. Closing the iterator stops it.
     """
-    tasks: queue.SimpleQueue[Planned] = queue.SimpleQueue()
-    for one in planned:
-        tasks.put(one)
-    results: queue.SimpleQueue[Built] = queue.SimpleQueue()
-    workers = [
-        _Worker(tasks, results, target, limit) for _ in range(max(1, min(jobs, len(planned))))
-    ]
+    left = dict.fromkeys(p.key for p in planned)
+    if not left:
+        return
+    limit = options.active().build_timeout if limit is None else limit
+    server = _Server()
+    feeder = threading.Thread(
+        target=server.feed,
+        args=([Task(key, target, limit) for key in left], max(1, jobs)),
+        name="fxwarm-tilelang",
+        daemon=True,
+    )
     try:
-        for worker in workers:
-            worker.start()
-        for _ in planned:
-            yield results.get()
+        feeder.start()
+        while left:
+            answer = server.answer(START + limit)
+            if answer is None:
+                words = server.last_words()
+                yield from (Built(key, error=words) for key in left)
+                return
+            left.pop(answer.key)
+            yield Built(answer.key, answer.seconds, answer.bytes, answer.error)
     finally:
-        for worker in workers:
-            worker.stop()
+        server.end()
+        feeder.join()
 
 
-class _Worker(threading.Thread):
-    """A thread that feeds one child process."""
+class _Server:
+    """The child process, and the tasks that it works on."""
 
-    def __init__(
-        self,
-        tasks: queue.SimpleQueue[Planned],
-        results: queue.SimpleQueue[Built],
-        target: Target,
-        limit: float,
-    ) -> None:
-        super().__init__(name="fxwarm-tilelang", daemon=True)
-        self.tasks, self.results, self.target, self.limit = tasks, results, target, limit
-        self.child: subprocess.Popen[bytes] | None = None
-        self.errors: IO[bytes] | None = None
-        self.stopped = False
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
+        self._process = _start(self._errors.fileno())
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._running: dict[CompileKey, contextlib.ExitStack] = {}
+        self._ended = self._stuck = False
+        self._reader = threading.Thread(target=self._read, name="fxwarm-tilelang-read", daemon=True)
+        self._reader.start()
 
-    def run(self) -> None:
-        while not self.stopped:
+    def feed(self, tasks: list[Task], jobs: int) -> None:
+        """Hand out each task when there is a slot for it."""
+        assert self._process.stdin is not None
+        for task in tasks:
+            slot = contextlib.ExitStack()
+            slot.enter_context(slots.take(jobs))
+            self._running[task.key] = slot
+            if self._ended:
+                slot.close()
+                return
             try:
-                one = self.tasks.get_nowait()
+                self._process.stdin.write(msgspec.json.encode(task) + b"\n")
+                self._process.stdin.flush()
+            except (BrokenPipeError, ValueError):
+                slot.close()
+                return
+
+    def answer(self, patience: float) -> Answer | None:
+        """Return the next answer; None where the server ended, or is silent for ``patience`` seconds while it works."""
+        while True:
+            try:
+                return self._answers.get(timeout=patience)
             except queue.Empty:
-                break
-            try:
-                answer = self._ask(Task(one.key, self.target))
-            except Exception as error:
-                answer = Answer(error=f"{type(error).__name__}: {error}")
-            self.results.put(Built(one.key, answer.seconds, answer.bytes, answer.error))
-        self._end()
+                if self._running:  # else the slots are taken by others
+                    self._stuck = True
+                    return None
 
-    def stop(self) -> None:
-        self.stopped = True
-        child = self.child
-        if child is not None:
-            _kill(child)
-
-    def _ask(self, task: Task) -> Answer:
-        if self.child is None:
-            self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _end)
-            self.child = _start(self.errors)
-        child, late = self.child, threading.Event()
-        assert child.stdin is not None
-        assert child.stdout is not None
-
-        def give_up() -> None:
-            late.set()
-            _kill(child)
-
-        timer = threading.Timer(self.limit, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            child.stdin.write(msgspec.json.encode(task) + b"\n")
-            child.stdin.flush()
-            line = child.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        finally:
-            timer.cancel()
-        if line:
-            return msgspec.json.decode(line, type=Answer)
-        words = f"no answer within {self.limit:.0f} s" if late.is_set() else self._last_words()
-        self._end()
-        return Answer(self.limit if late.is_set() else 0.0, error=words)
-
-    def _last_words(self) -> str:
-        code = self.child.wait() if self.child is not None else None
-        assert self.errors is not None
-        self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(0, self.errors.tell() - 2000))
+    def last_words(self) -> str:
+        """Return how the server ended, with the end of what it printed."""
+        if self._stuck:
+            return "the TileLang server says nothing; look for a process that hangs in an import"
+        code = self._process.wait()
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
         return (
-            f"the worker ended with {code}: {self.errors.read().decode(errors='replace').strip()}"
+            f"the worker ended with {code}: {self._errors.read().decode(errors='replace').strip()}"
         )
 
-    def _end(self) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            for pipe in (child.stdin, child.stdout):
+    def end(self) -> None:
+        """End the server with all its compilers."""
+        self._ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-            try:
-                child.wait(2.0)
-            except subprocess.TimeoutExpired:
-                _kill(child)
-                child.wait()
-        if self.errors is not None:
-            self.errors.close()
-            self.errors = None
+                    pipe.close()
+        self._errors.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = msgspec.json.decode(line, type=Answer)
+            self._running.pop(answer.key).close()
+            self._answers.put(answer)
+        for slot in list(self._running.values()):
+            slot.close()
+        self._answers.put(None)
 
 
-def _start(errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(errors: int) -> subprocess.Popen[bytes]:
     paths = [os.getcwd() if p == "" else p for p in sys.path]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",  # no context: it costs time and device memory, and builds need none
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # no thread pool, or it could not fork
+        "OPENBLAS_NUM_THREADS": "1",
         "TILELANG_PRINT_ON_COMPILATION": "0",
     }
     return subprocess.Popen(
@@ -157,9 +152,3 @@ def _start(errors: IO[bytes]) -> subprocess.Popen[bytes]:
         env=env,
         start_new_session=True,  # so that its compilers end with it
     )
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
