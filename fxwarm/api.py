@@ -64,22 +64,22 @@ def plans() -> list[WarmPlan]:
     from fxwarm.artifacts import pending
 
     out = []
-    for callable_ in pending:
-        callable_.warmup.wait()
-        if callable_.warmup.plan is not None:
-            out.append(callable_.warmup.plan)
+    for warmup in pending.warmups():
+        warmup.wait()
+        if warmup.plan is not None:
+            out.append(warmup.plan)
     return out
 
 
 def reports() -> list[WarmReport]:
-    """Return the reports of what was warmed in this process, in order of compilation."""
+    """Return the reports of what was warmed in this process, in order of compilation, also of models that are gone."""
     from fxwarm.artifacts import pending
 
-    return [c.warmup.report for c in pending if c.warmup.report is not None]
+    return [warmup.report for warmup in pending.warmups() if warmup.report is not None]
 
 
 def warm_all(group: Any = None, *, builds: bool = True) -> list[WarmReport]:
-    """Make every model that this process has compiled or loaded warm now; return the reports.
+    """Make every model that this process has compiled or loaded, and still holds, warm now; return the reports.
 
     With a ``torch.distributed`` group, together with its other ranks, each of which must call this too: missing kernels
     are dealt out and built once per cache folder, then every rank loads all of its own, and tactics are made to agree.

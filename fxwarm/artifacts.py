@@ -16,6 +16,7 @@ import torch
 
 from fxwarm import exc, monitor
 from fxwarm.options import Options
+from fxwarm.pending import Pending
 from fxwarm.records import WarmPlan, WarmReport
 from fxwarm.runtime import is_capturing
 from fxwarm.warmup import Warmup
@@ -32,7 +33,7 @@ except ImportError as _error:  # then aot_compile cannot carry the plan; everyth
 
 _MAGIC = b"fxwarm artifact 1\n"
 
-pending: list[WarmCallable] = []
+pending = Pending()
 """Every warm callable of this process, for ``warm_all``."""
 
 
@@ -62,7 +63,9 @@ class WarmCallable(_Base):
         weights: Mapping[KernelCall, Mapping[str, int]] | None = None,
         *,
         register: bool = True,
+        keep: bool = False,
     ) -> None:
+        """Wrap ``inner``. ``register`` it for ``warm_all``, and ``keep`` it there where nobody else holds it."""
         self.inner = inner
         self.warmup = warmup
         self.weights = dict(weights or {})
@@ -71,7 +74,7 @@ class WarmCallable(_Base):
         self._lock = threading.RLock()
         self._run: Callable[..., Any] = self._first if warmup.options.when != "manual" else inner
         if register:
-            pending.append(self)
+            pending.add(self, keep=keep)
 
     def __call__(self, *args: Any) -> Any:
         return self._run(*args)

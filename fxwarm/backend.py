@@ -24,6 +24,7 @@ from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
 from fxwarm.runtime import device_of
 from fxwarm.warmup import Warmup, switched_off
+from passes.digest import digest_of
 from passes.records import Gap, ShapeSet
 
 if TYPE_CHECKING:
@@ -68,14 +69,14 @@ def fxwarm(
     warmup = Warmup(collected.shapes, settings, device=device, target=target)
     # Torch computes its key before anything is lowered: there the builds start, and run beside Inductor.
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
-    with graph_key.watch(begin_builds) as keys:
+    with graph_key.watch(begin_builds, _digest(gm)) as keys:
         after = AfterDynamo(
             collected.shapes, settings, keys, lambda found: _warm_late(found, warmup)
         )
         inner = _inductor(gm, example_inputs, patches, keys, after)
     warmup.graph_key = keys.best
     if keys.why:
-        log.info("fxwarm: %s; the digest of the calls serves as key", keys.why)
+        log.info("fxwarm: %s; a digest of the graph serves as key", keys.why)
     begin_builds(warmup.graph_key)
     warm = WarmCallable(inner, warmup, bound)
     beyond = after.finish(example_inputs)
@@ -90,20 +91,28 @@ substitute.install()
 substitute.mark(fxwarm)
 
 
-def _beside(shapes: ShapeSet, first: Warmup) -> WarmCallable:
+def _beside(shapes: ShapeSet, first: Warmup, *, keep: bool = False) -> WarmCallable:
     """Return what warms ``shapes``, which showed only after Dynamo, on the device of ``first``."""
     warmup = Warmup(shapes, first.options, device=first.device, target=first.target)
     if first.options.when != "manual":
         warmup.start()
-    return WarmCallable(never_called, warmup)
+    return WarmCallable(never_called, warmup, keep=keep)
 
 
 def _warm_late(shapes: ShapeSet, first: Warmup) -> None:
     """A backward that is compiled when it first runs is warmed there and then."""
     if shapes.calls or shapes.gaps:
-        warm = _beside(shapes, first)
+        warm = _beside(shapes, first, keep=True)
         if first.options.when != "manual":
             warm.make_warm()
+
+
+def _digest(gm: torch.fx.GraphModule) -> str:
+    try:
+        return digest_of(gm)
+    except Exception as error:  # then the calls alone make the key
+        log.debug("fxwarm: no digest of the graph: %s", error, exc_info=True)
+        return ""
 
 
 def _no_builds(key: str) -> None:

@@ -1,7 +1,7 @@
 """torch.compile's own cache key of a graph, and its look-up: the only file that touches torch's private cache API.
 
 Each access is guarded. Where torch gives no key, or one that is not of torch's form (under ``aot_compile`` it can be
-``str(random())``), there is none, ``GraphKeys.why`` says why, and the caller's digest of the graph has to do.
+``str(random())``), there is none, ``GraphKeys.why`` says why, and a digest of the graph has to do.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class GraphKeys:
     """Why there is no key, in torch's words, where there is none."""
     is_stable: bool = True
     """Whether another process gets the same keys for the same graph."""
+    digest: str = ""
+    """What ``passes.digest`` says of the graph."""
 
     @property
     def best(self) -> str:
-        """AOTAutograd's key, else the first FX key; empty where there is none that another process would get."""
+        """AOTAutograd's key, else the first FX key, else the digest: what another process gets as well."""
         if not self.is_stable:
-            return ""
-        return self.aot or (self.fx[0] if self.fx else "")
+            return self.digest
+        return self.aot or (self.fx[0] if self.fx else self.digest)
 
 
 def is_torch_key(text: object) -> bool:
@@ -62,14 +64,16 @@ def is_stable() -> bool:
 
 
 @contextlib.contextmanager
-def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
+def watch(on_key: Callable[[str], None], digest: str = "") -> Iterator[GraphKeys]:
     """Note the cache keys that torch computes inside, and call ``on_key`` once, as soon as a stable AOT key is known.
 
-    Dynamo's compile lock is held around a backend call, so nobody else compiles inside. ``on_key`` must not raise.
+    Where torch's keys hold an id of this process, that is at once, with ``digest``, which is the graph's. Dynamo's
+    compile lock is held around a backend call, so nobody else compiles inside. ``on_key`` must not raise.
     """
-    keys = GraphKeys(is_stable=is_stable())
+    keys = GraphKeys(is_stable=is_stable(), digest=digest)
     if not keys.is_stable:
         keys.why = "torch's key holds an id of this process (caching_precompile, aot_compile)"
+        on_key(digest)
     try:
         from torch._functorch._aot_autograd import autograd_cache as module
 
@@ -101,7 +105,7 @@ def watch(on_key: Callable[[str], None]) -> Iterator[GraphKeys]:
             yield keys
     finally:
         module.autograd_cache_key = original
-        if not keys.best and not keys.why:
+        if not (keys.aot or keys.fx or keys.why):
             keys.why = "torch was not asked for a key (its caches are off)"
 
 

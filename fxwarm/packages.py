@@ -43,6 +43,7 @@ def save_package(
     ``import fxwarm.packages`` before it is loaded.
     """
     from passes.collect import collect
+    from passes.digest import digest_of
 
     ours, theirs = split(options)
     settings = resolve(ours)
@@ -55,11 +56,8 @@ def save_package(
         ranges=program.range_constraints,
     )
     # The positions of weights are those of the exported graph, not of the package's call: none travel.
-    parcel = (
-        WarmCallable(never_called, Warmup(collected.shapes, settings), register=False)
-        .pack()
-        .decode()
-    )
+    warmup = Warmup(collected.shapes, settings, graph_key=digest_of(program.graph_module))
+    parcel = WarmCallable(never_called, warmup, register=False).pack().decode()
     if embed:
         program = _with_op(program, parcel)
     configs = {

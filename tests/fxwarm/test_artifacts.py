@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import msgspec
 import pytest
@@ -12,10 +14,11 @@ import torch
 import fxwarm
 from fxwarm import artifacts, exc, family, options, warmup
 from fxwarm.artifacts import Parcel, WarmCallable
+from fxwarm.backend import fxwarm as backend
 from fxwarm.records import Target
 from fxwarm.warmup import Warmup
 from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
-from tests import toy_family
+from tests import load_models, toy_family
 
 CPU = Target.named("cpu")
 
@@ -233,3 +236,28 @@ def test_a_damaged_plan_in_a_precompiled_model_costs_the_plan_and_not_the_model(
     once = Artifact.after_deserialization
     artifacts.hook_precompiled()
     assert Artifact.after_deserialization is once
+
+
+@torch.no_grad()
+def test_a_model_that_nobody_holds_is_let_go_and_its_report_stays():
+    model = load_models.ToyModel()
+    torch.compile(model, backend=backend)(X)
+    held = [weakref.ref(warm) for warm in artifacts.pending]
+    held += [weakref.ref(model), *(weakref.ref(warm.inner) for warm in artifacts.pending)]
+    assert len(held) >= 3
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    assert [report.status for report in fxwarm.reports()] == ["complete"]
+    assert len(fxwarm.plans()[0]) == 3 and fxwarm.warm_all() == [], "there is nothing to warm"
+
+
+def test_what_nobody_else_holds_is_kept_until_it_is_warm():
+    """A backward that is compiled when it first runs, with ``fxwarm.when`` "manual"."""
+    settings = options.resolve({"when": "manual"})
+    late = Warmup(shapes(), settings, device=torch.device("cpu"), target=CPU)
+    WarmCallable(artifacts.never_called, late, keep=True)
+    gc.collect()
+    (report,) = fxwarm.warm_all()
+    assert report.status == "complete" and jit().count("load") == 3

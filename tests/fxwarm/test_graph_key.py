@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -110,6 +116,64 @@ def test_torchs_own_key_is_the_one_of_plain_inductor(how):
     assert fxwarm.plans()[0].graph_key == plain, "and the plan knows it"
 
 
+KEYS = """
+import json, torch
+import fxwarm
+from fxwarm import family
+from fxwarm.backend import fxwarm as backend
+from tests import load_models, toy_family
+family.register(toy_family.Toy)
+model = load_models.ToyModel()
+for caching in (False, True):
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(caching_precompile=caching):
+        torch.compile(model, backend=backend)(torch.ones(5, 8))
+print(json.dumps([[r.plan_key for r in fxwarm.reports()], [p.graph_key for p in fxwarm.plans()]]))
+"""
+
+
+def keys_on_a_machine(folder: Path, seed: str) -> list[list[str]]:
+    """Return the warm keys and graph keys of a process whose checkout, home, caches and hash seed are its own."""
+    root = Path(__file__).parents[2]
+    for part in ("fxwarm", "passes", "tests"):
+        shutil.copytree(root / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    places = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "FXWARM_CACHE_DIR", "TOY_CACHE_DIR")
+    environ = {name: str(folder / name.lower()) for name in places}
+    for place in environ.values():
+        Path(place).mkdir()
+    environ |= {"PYTHONPATH": str(folder), "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS],
+        env={**os.environ, **environ},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    keys: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return keys
+
+
+@pytest.mark.timeout(600)
+def test_the_same_graph_has_the_same_key_in_two_processes_and_on_two_machines(tmp_path):
+    one, two = (keys_on_a_machine(tmp_path / seed, seed) for seed in ("1", "2"))
+    assert one == two
+    warm, graph = one
+    assert len(set(warm)) == 2 and graph_key.is_torch_key(graph[0])
+    assert re.fullmatch("d[0-9a-f]{32}", graph[1]), "torch's key holds an id of the process there"
+
+
+@torch.no_grad()
+def test_where_torch_gives_no_key_the_digest_starts_the_builds_before_inductor():
+    asked: list[str] = []
+    with (
+        torch._dynamo.config.patch(caching_precompile=True),
+        graph_key.watch(asked.append, "d" + "0" * 32) as keys,
+    ):
+        assert asked == ["d" + "0" * 32] == [keys.best]
+
+
 @torch.no_grad()
 def test_a_random_number_is_no_key(monkeypatch):
     from torch._functorch._aot_autograd import autograd_cache
@@ -154,8 +218,8 @@ def test_without_a_stable_key_the_digest_serves_and_one_line_says_why(config, pa
         torch.compile(load_models.ToyModel(), backend=backend)(torch.ones(5, 8))
     (report,) = fxwarm.reports()
     assert report.status == "complete" and len(report.loaded) == 3
-    assert fxwarm.plans()[0].graph_key == ""
-    assert why in caplog.text and "the digest of the calls serves as key" in caplog.text
+    assert re.fullmatch("d[0-9a-f]{32}", fxwarm.plans()[0].graph_key)
+    assert why in caplog.text and "a digest of the graph serves as key" in caplog.text
 
 
 @torch.no_grad()
