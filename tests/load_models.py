@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests import toy_family
+from tests.plain_model import PlainModel
 
 
 class ToyModel(torch.nn.Module):
@@ -112,8 +113,6 @@ class TrainedModel(ToyModel):
 
 def plain() -> tuple[torch.nn.Module, Callable, Callable]:
     """Return what ``toy`` does, for a model that calls no kernel."""
-    from tests.plain_model import PlainModel
-
     return PlainModel(), lambda rows: torch.ones(rows, 8), list
 
 

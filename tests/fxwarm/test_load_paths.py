@@ -13,13 +13,13 @@ SLOW = pytest.mark.slow
 CHOICE = [
     *(
         pytest.param("toy", path, marks=[SLOW] if path in ("aot_inputs", "precompile") else [])
-        for path in load_paths.PATHS
+        for path in load_paths.paths_of("toy")
     ),
     *(
         pytest.param(
             "mhc", path, marks=[] if path in ("disk", "aot_compile", "package") else [SLOW]
         )
-        for path in load_paths.PATHS
+        for path in load_paths.paths_of("mhc")
     ),
 ]
 
@@ -63,3 +63,9 @@ def test_what_fxwarm_saved_loads_where_fxwarm_is_not_installed(path, right, tmp_
         assert loaded.get("right") is True, loaded
     else:
         assert "No module named 'fxwarm'" in loaded["error"], loaded
+
+
+def test_a_stage_that_hangs_is_cut_and_says_where_it_was(tmp_path):
+    cut = load_paths.run_stage("disk", "save", tmp_path, "toy", limit=1.0)
+    assert cut["error"].startswith("cut after 1 s: Timeout (0:00:01)"), cut
+    assert "(most recent call first)" in cut["error"] and "load_stages.py" in cut["error"]
