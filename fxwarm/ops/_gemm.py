@@ -89,7 +89,17 @@ def einsum(
     recipe: Sequence[int] | None = None,
     **_: Any,
 ) -> None:
-    """Run one dense product a head; 'bhd,hdr->bhr' reads each head of B, and its scales, transposed."""
+    """Run one dense product a head; 'bhd,hdr->bhr' reads each head of B, and its scales, transposed.
+
+    'bmk,bnk->mn' sums one a batch.
+    """
+    if expr == "bmk,bnk->mn":
+        out = sum(
+            (x.float() @ y.float().T for x, y in zip(a, b, strict=True)),
+            d.new_zeros(d.shape).float(),
+        )
+        d.copy_(out if c is None else out + c.float())
+        return
     if expr == "bhd,hdr->bhr":
         b, b_sf = b.mT, None if b_sf is None else b_sf.mT
     for h in range(b.shape[0]):

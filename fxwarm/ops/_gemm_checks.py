@@ -15,6 +15,7 @@ from fxwarm.ops.scales import FP8, scale_recipe, scale_shape
 _OUT = (torch.bfloat16, torch.float32)
 _SF = (torch.float32, torch.int32)
 _EXPRS = ("bhr,hdr->bhd", "bhd,hdr->bhr")
+_SUM = "bmk,bnk->mn"
 
 
 def check_gemm(
@@ -99,8 +100,12 @@ def check_einsum(
     **_: Any,
 ) -> None:
     """Check a product of heads; 'b' of ``expr`` is the batch, the others are the weight's."""
+    if expr == _SUM and a_sf is None:
+        _check_sum(op, a=a, b=b, d=d, c=c)
+        return
     if expr not in _EXPRS:
-        raise ShapeMismatchError(f"{op}: expr is {expr!r}; give one of {', '.join(_EXPRS)}")
+        known = ", ".join(_EXPRS if a_sf is not None else (*_EXPRS, _SUM))
+        raise ShapeMismatchError(f"{op}: expr is {expr!r}; give one of {known}")
     left, right, result = expr.replace("->", ",").split(",")
     check_rank(op, "b", b, "[h, d, r]")
     check_rank(op, "a", a, f"[{', '.join(left)}]")
@@ -120,6 +125,18 @@ def check_einsum(
     because = f"{expr} of a = {describe(a)} with b = {describe(b)}"
     check_shape(op, "d", d, [size[x] for x in result], because, rows=(0,))
     _check_c(op, c, d, (0,))
+
+
+def _check_sum(op: str, *, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:
+    check_rank(op, "a", a, "[b, m, k]")
+    check_rank(op, "b", b, "[b, n, k]")
+    (batch, m, k), n = a.shape, b.shape[1]
+    for name, operand in (("a", a), ("b", b)):
+        check_dtype(op, name, operand, (torch.bfloat16,))
+    check_shape(op, "b", b, [batch, n, k], f"a = {describe(a)} in bmk,bnk->mn", rows=(0,))
+    check_dtype(op, "d", d, _OUT)
+    check_shape(op, "d", d, [m, n], f"a = {describe(a)} with b = {describe(b)}")
+    _check_c(op, c, d, ())
 
 
 def check_prenorm(

@@ -209,7 +209,7 @@ m_grouped_fp8_gemm_nt_masked = define_op(
 )
 
 
-# Batched over heads: expr is 'bhr,hdr->bhd' or 'bhd,hdr->bhr', b of the letters is the batch.
+# Batched over heads: expr is 'bhr,hdr->bhd' or 'bhd,hdr->bhr', b of the letters is the batch; or 'bmk,bnk->mn', a sum.
 
 
 def _call_einsum(

@@ -130,25 +130,26 @@ def _call_op(known: Substitute, tx: Any, args: list[Any], kwargs: dict[str, Any]
     named, output = functions.bind(known, args, kwargs, _constant, unpack)
     packet = getattr(torch.ops.fxwarm, known.op)
     build = VariableTracker.build
-    if known.op == "cutlass_fused_moe":
-        if _constant(named.get("quant_scales")) is None:
-            named["quant_scales"] = build(tx, [])
-        if isinstance(kind := _constant(named.get("activation_type")), int):
-            named["activation_type"] = build(tx, int(kind))  # an enum's member
+    if known.op == "cutlass_fused_moe" and _constant(named.get("quant_scales")) is None:
+        named["quant_scales"] = build(tx, [])
+    for name in ("activation_type", "routing_method_type", "weight_layout"):
+        if isinstance(member := _constant(named.get(name)), int):
+            named[name] = build(tx, int(member))  # of an enum, in the library's own words
     schema = packet.default._schema.arguments
     first = [a.name for a in schema if not a.has_default_value()]
     if missing := [n for n in first if n not in named]:
         raise Refused(f"it lacks {', '.join(missing)}")
     order = [named.pop(n) for n in first]
-    _try(packet, order, named)
+    _try(known, packet, order, named)
     made = build(tx, packet).call_function(tx, order, named)
     if output is not None:
         made = output.call_method(tx, "copy_", [made], {})
     return build(tx, [None]).clone(items=[made]) if known.wraps else made
 
 
-def _try(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+def _try(known: Substitute, packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
     """Run the op's fake on the call's own fake tensors. Raises Refused with what it finds wrong."""
+    gradients = False
 
     def example(value: Any) -> Any:
         return value.node.meta["example_value"] if isinstance(value, torch.fx.Proxy) else value
@@ -157,10 +158,15 @@ def _try(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         fake_args, fake_kwargs = torch.fx.node.map_aggregate(
             proxy_args_kwargs(args, kwargs), example
         )
+        if known.has_gradient and torch.is_grad_enabled():
+            leaves = torch.utils._pytree.tree_leaves((fake_args, fake_kwargs))
+            gradients = any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
         with torch.no_grad():
             packet(*fake_args, **fake_kwargs)
     except Exception as error:
         raise Refused(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+    if gradients:
+        raise Refused("its gradient is the library's own; call it under torch.no_grad() to warm it")
 
 
 def _constant(value: Any) -> Any:

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fxwarm.families.deep_gemm.entries import ENTRIES
+from fxwarm.families.deep_gemm.entries import ENTRIES, uncovered
+from fxwarm.families.flashinfer import entries as flashinfer
 from passes.records import Gap
 
 UNKNOWN = object()
@@ -45,6 +46,8 @@ class Substitute:
     output: str = ""
     wraps: bool = False
     reason: str = ""
+    has_gradient: bool = False
+    """Whether gradients flow through the function, as they do not through the op."""
 
 
 def find_substitutes() -> dict[int, Substitute]:
@@ -56,7 +59,7 @@ def find_substitutes() -> dict[int, Substitute]:
     for library, homes, entries in _LIBRARIES:
         for home in homes:
             holder = sys.modules.get(home)
-            for name, make in entries().items() if holder is not None else ():
+            for name, make in entries(holder).items() if holder is not None else ():
                 function = getattr(holder, name, None)
                 if callable(function) and not _is_op(function) and not _registers(library, name):
                     found.setdefault(id(function), make(library, name, function))
@@ -68,6 +71,8 @@ def check_build(known: Substitute) -> None:
     from fxwarm.exc import LibraryError
     from fxwarm.ops import _library
 
+    if known.library == "tile_kernels":  # one package, whose functions the ops import by name
+        return
     try:
         module = _library.load_library(known.library)
     except LibraryError as error:
@@ -155,11 +160,23 @@ def take_refusals() -> tuple[Gap, ...]:
 
 
 _refused: dict[Gap, None] = {}
-_QUIET = {"ensure_zero_padding": True}  # set by default, and the op's only behaviour
+_QUIET = ("ensure_zero_padding", "fuse_grad_acc")
+"""Arguments that change nothing that one may rely on: zeroed padding, and how gradients are added up."""
 
 
-def _deep_gemm() -> dict[str, Callable[..., Substitute]]:
-    return {name: _deep_gemm_substitute for entry in ENTRIES.values() for name in entry.names}
+def _deep_gemm(holder: Any) -> dict[str, Callable[..., Substitute]]:
+    found = {name: _deep_gemm_substitute for entry in ENTRIES.values() for name in entry.names}
+    others = {name: reason for name in vars(holder) if (reason := uncovered(name))}
+    return {**found, **{name: _gap(reason) for name, reason in others.items()}}
+
+
+def _gap(reason: str) -> Callable[..., Substitute]:
+    """Return what makes the substitute of a function that no op stands for."""
+
+    def make(library: str, name: str, function: Any) -> Substitute:
+        return Substitute(library, name, function, reason=reason)
+
+    return make
 
 
 def _deep_gemm_substitute(library: str, name: str, function: Any) -> Substitute:
@@ -178,12 +195,45 @@ def _deep_gemm_substitute(library: str, name: str, function: Any) -> Substitute:
     return Substitute(library, name, function, entry.op, entry.positional, optional)
 
 
-def _flashinfer() -> dict[str, Callable[..., Substitute]]:
-    return {"cutlass_fused_moe": _by_name, "bmm_fp8": _by_name, "mono_moe": _by_name}
+def _flashinfer(holder: Any) -> dict[str, Callable[..., Substitute]]:
+    names = {*flashinfer.ENTRIES, *flashinfer.UNCOVERED}
+    return {name: _by_name if _op_arguments(name) else _gap(_without_op(name)) for name in names}
 
 
-def _by_name(library: str, name: str, function: Any) -> Substitute:
-    arguments = _op_arguments(name)
+def _without_op(name: str) -> str:
+    more = flashinfer.UNCOVERED.get(name)
+    return f"fxwarm has no op for {name}" + (f": {more}" if more else "")
+
+
+_TILE_KERNELS = {
+    "mhc_post": "mhc_post_fwd",
+    **{
+        name: name
+        for name in (
+            "mhc_pre_big_fuse", "mhc_post_fwd", "mhc_pre_norm_fn", "mhc_pre_split_mixes",
+            "sinkhorn_normalize", "mhc_pre_apply_mix", "mhc_head_compute_mix", "expand_to_mhc",
+        )
+    },
+}  # fmt: skip
+_NO_OP = {
+    "mhc_post_bwd": "it is a backward pass",
+    "mhc_multilayer_recompute": "its kernel has the number of layers in it",
+}
+
+
+def _tile_kernels(holder: Any) -> dict[str, Callable[..., Substitute]]:
+    gaps = {n: _gap(f"fxwarm has no op for {n}: {why}") for n, why in _NO_OP.items()}
+    return {**gaps, **dict.fromkeys(_TILE_KERNELS, _tile_kernel)}
+
+
+def _tile_kernel(library: str, name: str, function: Any) -> Substitute:
+    made = _by_name(library, name, function, op=_TILE_KERNELS[name])
+    return dataclasses.replace(made, output="out", has_gradient=True)
+
+
+def _by_name(library: str, name: str, function: Any, op: str = "") -> Substitute:
+    op = op or name
+    arguments = _op_arguments(op)
     required = tuple(n for n, has_default in arguments.items() if not has_default)
     known = parameters(function)[0]
     # what the library lets one leave out may be required by the op, and the other way round
@@ -196,7 +246,7 @@ def _by_name(library: str, name: str, function: Any) -> Substitute:
         library,
         name,
         function,
-        name,
+        op,
         positional,
         optional,
         output,
@@ -205,10 +255,11 @@ def _by_name(library: str, name: str, function: Any) -> Substitute:
 
 
 _LIBRARIES: tuple[
-    tuple[str, tuple[str, ...], Callable[[], dict[str, Callable[..., Substitute]]]], ...
+    tuple[str, tuple[str, ...], Callable[[Any], dict[str, Callable[..., Substitute]]]], ...
 ] = (
     ("deep_gemm", ("deep_gemm", "vllm.third_party.deep_gemm"), _deep_gemm),
-    ("flashinfer", ("flashinfer", "flashinfer.fused_moe"), _flashinfer),
+    ("flashinfer", ("flashinfer", "flashinfer.fused_moe", "flashinfer.gemm"), _flashinfer),
+    ("tile_kernels", ("tile_kernels.modeling.mhc.ops",), _tile_kernels),
 )
 
 
@@ -227,10 +278,10 @@ def _op_arguments(op: str) -> dict[str, bool]:
 def _registers(library: str, name: str) -> bool:
     import torch
 
-    return library == "deep_gemm" and any(
-        hasattr(torch.ops.deep_gemm, n)
-        for n in next(e for e in ENTRIES.values() if name in e.names).names
-    )
+    if library != "deep_gemm":
+        return False
+    names = next((e.names for e in ENTRIES.values() if name in e.names), (name,))
+    return any(hasattr(torch.ops.deep_gemm, n) for n in names)
 
 
 def _is_op(function: Any) -> bool:
@@ -247,9 +298,8 @@ def _part_of(known: Substitute, name: str) -> str:
 def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
     if value is UNKNOWN:
         return False
-    return (
-        value is None
-        or value is False
-        or (name in _QUIET and value == _QUIET[name])
-        or (name in defaults and type(value) is type(defaults[name]) and value == defaults[name])
-    )
+    if value is None or name in _QUIET:
+        return True
+    if name in defaults:
+        return type(value) is type(defaults[name]) and bool(value == defaults[name])
+    return value is False  # a pybind11 function names no defaults that we can read

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import fxwarm.backend
 from fxwarm import substitute
 from fxwarm.ops import _gemm, per_token_cast_to_fp8, use_library
 from fxwarm.ops import _library as libraries
+from fxwarm.ops.mhc_factories import get_factory
+from fxwarm.ops.mhc_reference import mhc_post_reference, mhc_pre_reference
 
 EXTENSION = r"""
 #include <Python.h>
@@ -377,20 +381,95 @@ def test_einsum_masked_and_prenorm_calls_are_seen_with_their_arguments(deep_gemm
     assert next(c for c in shapes.calls if "masked" in c.op).attr("expected_m").upper == 8192
 
 
-def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
-    names = {
-        "fp8_mqa_logits": "q, kv, weights, ks, ke, clean_logits=True",
-        "fp8_paged_mqa_logits": "q, kv, weights, lens, table, meta, max_len, clean_logits=True",
-        "get_paged_mqa_logits_metadata": "context_lens, block_kv, num_sms",
-        "k_grouped_fp8_gemm_tn_contiguous": "a, b, d, ks, ks_tensor, c=None",
-    }
-    logits, paged, metadata, grouped = (entry(deep_gemm, n, p) for n, p in names.items())
+def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_gemm, monkeypatch):
+    logits = entry(deep_gemm, "fp8_mqa_logits", "q, kv, weights, ks, ke, clean_logits=False")
+    paged = entry(
+        deep_gemm,
+        "fp8_paged_mqa_logits",
+        "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits=False",
+    )
+    metadata = entry(
+        deep_gemm, "get_paged_mqa_logits_metadata", "context_lens, block_kv, num_sms, indices=None"
+    )
+    bf16 = entry(
+        deep_gemm, "k_grouped_bf16_gemm_tn_contiguous", "a, b, d, ks, grouped_layout, c=None"
+    )
+    fp8 = entry(
+        deep_gemm,
+        "k_grouped_fp8_gemm_nt_contiguous",
+        "a, b, d, ks, ks_tensor, c=None, recipe=(1, 1, 128)",
+    )
+    total = entry(deep_gemm, "einsum", "expr, a, b, d, c=None, use_cublaslt=False")
+    sizes = torch.zeros(2, dtype=torch.int32, device="meta")
+    kv, cache = (
+        f8(512, 128).to("meta"),
+        torch.zeros(64, 64, 1, 132, dtype=torch.uint8, device="meta"),
+    )
 
     def forward(x):
-        logits(x, x, x, x, x)
-        paged(x, x, x, x, x, x, 64)
-        metadata(x, 64, 132)
-        grouped((x, x), (x, x), x, [64, 64], x)
+        rows = x.shape[0]
+        q, edge = (
+            x.to(torch.float8_e4m3fn).view(rows, 32, 128),
+            x.new_zeros(rows, dtype=torch.int32),
+        )
+        logits(q, (kv, x.new_ones(512)), x[:, :32].contiguous(), edge, edge, clean_logits=False)
+        lens, table = (
+            x.new_zeros(rows, 1, dtype=torch.int32),
+            x.new_zeros(rows, 4, dtype=torch.int32),
+        )
+        schedule = metadata(lens, 64, 132)
+        out = paged(q.unsqueeze(1), cache, x[:, :32].contiguous(), lens, table, schedule, 256)
+        d = x.new_zeros(2, 256, 128)
+        bf16(
+            x.new_zeros(384, 256).bfloat16(),
+            x.new_zeros(384, 128).bfloat16(),
+            d,
+            [128, 256],
+            sizes,
+            d,
+        )
+        a, b = (x.new_zeros(384 * n).to(torch.float8_e4m3fn) for n in (256, 128))
+        fp8((a, x.new_ones(256, 3)), (b, x.new_ones(128, 3)), d, [128, 256], sizes, c=d)
+        y = x.bfloat16().view(rows, 64, 64)
+        total("bmk,bnk->mn", y, y, x.new_zeros(64, 64))
+        return out
+
+    shapes = fxwarm.trace(forward, torch.randn(6, 4096, device="meta"))
+    assert not shapes.gaps, shapes.gaps
+    assert {c.op for c in shapes.calls} == {
+        "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "einsum",
+        "k_grouped_bf16_gemm_tn_contiguous", "k_grouped_fp8_gemm_nt_contiguous",
+    }  # fmt: skip
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    library = {"sgl-deep-gemm": "0.1.5.post1"}
+    plan = fxwarm.plan(shapes, target=fxwarm.Target.named("h200"), libraries=library)
+    assert not [g for g in plan.gaps if "logits" not in g.op], plan.gaps
+    kinds = {p.witness.op for p in plan.planned}
+    assert {"get_paged_mqa_logits_metadata", "einsum"} <= kinds
+    assert {"k_grouped_bf16_gemm_tn_contiguous", "k_grouped_fp8_gemm_nt_contiguous"} <= kinds
+    batches = [
+        p.witness["context_lens"].dims[0] for p in plan.planned if "metadata" in p.witness.op
+    ]
+    assert len(batches) == 256  # 8192 in steps of 32
+    assert {gap.op for gap in plan.gaps} == {"fp8_mqa_logits", "fp8_paged_mqa_logits"}
+
+
+def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
+    names = {
+        "fp8_fp4_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end",
+        "fp8_fp4_mega_moe": "y, l1_weights, l2_weights, sym_buffer",
+        "transform_sf_into_required_layout": "sf, mn, k, recipe",
+        "fp8_gemm_nt_skip_head_mid": "a, b, d, head_splits",
+    }
+    first, second, third, fourth = (entry(deep_gemm, n, p) for n, p in names.items())
+    host = entry(deep_gemm, "get_symm_buffer_for_mega_moe", "group")
+
+    def forward(x):
+        first(x, x, x, x, x)
+        second(x, x, x, x)
+        third(x, 4, 4, (1, 128, 128))
+        fourth((x, x), (x, x), x, (1, 1, 1))
+        host(x)
         return x + 1
 
     shapes = fxwarm.trace(forward, torch.randn(6, 8))
@@ -408,6 +487,20 @@ def flashinfer(monkeypatch, fresh):
     ):  # fmt: skip
         raise AssertionError("the library was called")
 
+    def trtllm_fp8_block_scale_moe(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale,
+        gemm2_weights, gemm2_weights_scale, num_experts, top_k, n_group, topk_group, intermediate_size,
+        local_expert_offset, local_num_experts, routed_scaling_factor, routing_method_type=0,
+        use_shuffled_weight=False, weight_layout=0, do_finalize=True, enable_pdl=None, tune_max_num_tokens=8192,
+        fp8_quantization_type=1, activation_type=3, norm_topk_prob=True, output=None,
+    ):  # fmt: skip
+        return hidden_states
+
+    def trtllm_bf16_moe(hidden_states):
+        return hidden_states
+
+    fused.trtllm_fp8_block_scale_moe = trtllm_fp8_block_scale_moe
+    fused.trtllm_bf16_moe = trtllm_bf16_moe
     fused.cutlass_fused_moe = cutlass_fused_moe
     module.fused_moe = fused
     monkeypatch.setitem(sys.modules, "flashinfer", module)
@@ -432,6 +525,140 @@ def test_a_moe_layer_of_flashinfer_returns_its_list_or_fills_its_output(given, f
     out = torch.compile(forward, backend=seen, fullgraph=True)(x, ids, scales, w13, w2)
     assert ops(seen) == ["fxwarm.cutlass_fused_moe"]
     assert torch.equal(out, expected)
+
+
+class Method(enum.IntEnum):
+    DEEP_SEEK = 2
+
+
+def test_a_moe_layer_for_sm100_becomes_an_op_or_a_gap(flashinfer):
+    weights = f8(4, 512, 256), torch.ones(4, 4, 2), f8(4, 256, 256), torch.ones(4, 2, 2)
+    w13, sf13, w2, sf2 = (w.to("meta") for w in weights)
+
+    def forward(x, **options):
+        rows = x.shape[0]
+        out = flashinfer.trtllm_fp8_block_scale_moe(
+            x.new_zeros(rows, 4), None, x.to(torch.float8_e4m3fn), x.new_ones(2, rows), w13, sf13, w2, sf2,
+            4, 2, None, None, 256, 0, 4, 2.5, routing_method_type=Method.DEEP_SEEK, **options,
+        )  # fmt: skip
+        return flashinfer.trtllm_bf16_moe(x), out
+
+    shapes = fxwarm.trace(forward, torch.randn(6, 256, device="meta"))
+    (call,) = shapes.calls
+    assert (call.family, call.op) == ("flashinfer", "trtllm_fp8_block_scale_moe")
+    assert call.attr("routing_method_type") == 2
+    assert [gap.op for gap in shapes.gaps] == ["flashinfer.trtllm_bf16_moe"]
+    # with unfinalized outputs it is another function, which an op cannot stand for
+    shapes = fxwarm.trace(
+        lambda x: forward(x, do_finalize=False), torch.randn(6, 256, device="meta")
+    )
+    assert not shapes.calls
+    assert "do_finalize" in shapes.gaps[0].reason
+
+
+@pytest.fixture
+def tile_kernels(fresh):
+    pytest.importorskip("tilelang")
+    if importlib.util.find_spec("tile_kernels") is None:
+        pytest.skip("TileKernels is not installed")
+    get_factory(
+        "tile_kernels.modeling.mhc.ops:mhc_post"
+    )  # without the package's own start, which needs a GPU
+    substitute.install()
+    return sys.modules["tile_kernels.modeling.mhc.ops"]
+
+
+def mhc_layer(big_fuse, post):
+    """Return a layer as TileKernels' users write it, around a sublayer that does nothing."""
+
+    def forward(x, fn, scale, base):
+        mix, comb, inner = big_fuse(
+            x, fn, scale, base, rms_eps=1e-6, mhc_pre_eps=1e-6, mhc_sinkhorn_eps=1e-6, mhc_post_mult_value=2.0,
+            sinkhorn_repeat=20,
+        )  # fmt: skip
+        return post(inner, x, mix, comb)
+
+    return forward
+
+
+def mhc_inputs():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 6, 4, 64, generator=generator).bfloat16()
+    return (
+        x,
+        torch.randn(24, 256, generator=generator) * 0.1,
+        torch.randn(3, generator=generator),
+        torch.randn(24, generator=generator),
+    )
+
+
+def test_the_mhc_functions_of_tile_kernels_become_nodes_with_the_same_numbers(tile_kernels, seen):
+    early = tile_kernels.mhc_pre_big_fuse  # as `from tile_kernels.modeling.mhc.ops import ...` does
+    forward = mhc_layer(early, lambda *args: sys.modules[tile_kernels.__name__].mhc_post(*args))
+    x, fn, scale, base = mhc_inputs()
+    post, comb, inner = mhc_pre_reference(
+        x[0], fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 20, dtype=torch.float32
+    )
+    expected = mhc_post_reference(inner.bfloat16(), x[0], post, comb, torch.float32).bfloat16()
+    with torch.no_grad():
+        out = torch.compile(forward, backend=seen, fullgraph=True)(x, fn, scale, base)
+    assert ops(seen) == ["fxwarm.mhc_pre_big_fuse", "fxwarm.mhc_post_fwd"]
+    assert torch.equal(out[0], expected)
+
+
+def test_the_mhc_layer_of_tile_kernels_itself_is_seen_through(tile_kernels, seen):
+    functional = importlib.import_module("tile_kernels.modeling.mhc.functional")
+    x, fn, scale, base = mhc_inputs()
+    with torch.no_grad():
+        torch.compile(functional.mhc_pre, backend=seen, fullgraph=True)(x, fn, scale, base)
+        torch.compile(functional.mhc_head, backend=seen, fullgraph=True)(
+            x, fn[:4], scale[:1], base[:4]
+        )
+    assert ops(seen) == [
+        f"fxwarm.{n}"
+        for n in (
+            "mhc_pre_big_fuse",
+            "mhc_pre_norm_fn",
+            "mhc_head_compute_mix",
+            "mhc_pre_apply_mix",
+        )
+    ]
+
+
+def test_a_call_whose_gradient_is_asked_for_stays_the_librarys(tile_kernels, seen, monkeypatch):
+    calls = []
+    monkeypatch.setattr(  # where the library's own function arrives without a GPU
+        sys.modules["tile_kernels.modeling.mhc.ops.post"], "mhc_post_fwd",
+        lambda x, residual, *rest: calls.append("mhc_post") or residual * 2,
+    )  # fmt: skip
+    x = mhc_inputs()[0].requires_grad_()
+    args = x[:, :, 0], x, torch.randn(1, 6, 4, 1), torch.randn(1, 6, 4, 4)
+    substitute.take_refusals()
+    torch.compile(lambda *a: tile_kernels.mhc_post(*a) + 1, backend=seen)(*args)
+    assert calls
+    assert ops(seen) == []
+    assert "its gradient is the library's own" in substitute.take_refusals()[0].reason
+
+
+def test_another_backend_sees_tile_kernels_original(tile_kernels, seen, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        sys.modules["tile_kernels.modeling.mhc.ops.post"], "mhc_post_fwd",
+        lambda x, residual, *rest: calls.append("mhc_post") or residual * 2,
+    )  # fmt: skip
+    x = mhc_inputs()[0]
+    args = x[:, :, 0].contiguous(), x, torch.randn(1, 6, 4, 1), torch.randn(1, 6, 4, 4)
+
+    def forward(*a):
+        return tile_kernels.mhc_post(*a) + 1
+
+    with torch.no_grad():
+        torch.compile(forward, backend=seen)(*args)
+        assert not calls
+        for backend in ("eager", "inductor"):
+            torch.compile(forward, backend=backend)(*args)
+    assert calls
+    assert ops(seen) == ["fxwarm.mhc_post_fwd"]
 
 
 def test_the_file_that_holds_torchs_private_api_is_one():

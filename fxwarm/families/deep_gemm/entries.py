@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["ENTRIES", "NO_MODEL", "UNCOVERED", "Entry", "find_function", "invoke", "spelling"]
+__all__ = [
+    "ENTRIES",
+    "NO_MODEL",
+    "UNCOVERED",
+    "Entry",
+    "find_function",
+    "invoke",
+    "spelling",
+    "uncovered",
+]
 
 
 class Entry(NamedTuple):
@@ -115,8 +124,21 @@ UNCOVERED: dict[str, str] = {
     "fp4_mqa_logits": "the FP4 MQA logits kernels are not modelled",
     "fp4_paged_mqa_logits": "the FP4 MQA logits kernels are not modelled",
     "mxfp8_bmm": "it wraps fp8_einsum with scales of granularity 32, which is not modelled",
+    "transform_sf_into_required_layout": "its layout kernels are planned with a GEMM only",
+    "get_mn_major_tma_aligned": "its layout kernels are planned with a GEMM only",
 }
 """Parts of names of DeepGEMM's other entry points: recognised, and reported as gaps."""
+
+_HOST = ("get_symm_buffer", "get_token_alignment", "transform_weights", "_")
+"""Beginnings of names that hold such a part and compile nothing."""
+
+
+def uncovered(name: str) -> str:
+    """Return why the entry point ``name`` is not covered; empty where it is, or where it is none."""
+    if name in _SPELLINGS or name.startswith(_HOST):
+        return ""
+    return next((reason for part, reason in UNCOVERED.items() if part in name), "")
+
 
 _SPELLINGS: dict[str, str] = {name: e.op for e in ENTRIES.values() for name in e.names}
 

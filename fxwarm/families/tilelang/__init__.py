@@ -64,6 +64,12 @@ class TileLang:
 
         return keys(calls, target, library)
 
+    def needs_nothing(self, call: KernelCall, target: Target, library: Library) -> bool:
+        """Return whether ``call`` runs as a reference: TileKernels' functions have no kernel for a CPU."""
+        from fxwarm.families.tilelang.plain import NAMES
+
+        return target.device == "cpu" and call.op in NAMES
+
     def missing(self, planned: Sequence[Planned], target: Target) -> list[Planned]:
         """Return those that the disk lacks, holds torn, or holds without our index knowing. Reads small files only."""
         from fxwarm.families.tilelang import index

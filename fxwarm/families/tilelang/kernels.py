@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxwarm.families.mhc.splits import expression
-from fxwarm.families.tilelang import declarations
+from fxwarm.families.tilelang import declarations, plain
 from fxwarm.families.tilelang.declarations import Expr
 from fxwarm.ops import mhc_factories as factories
 from fxwarm.records import Library, Target
@@ -49,7 +49,9 @@ def uses(call: KernelCall, target: Target, library: Library) -> Iterator[Use | U
         yield Use(declared.factory, dict(declared.statics(call, target)), "1")
         return
     origin, tokens = call.attr("origin"), _text(call.attr("tokens"))
-    if origin == "tile_kernels":
+    if call.op in plain.NAMES:
+        yield from _plain(call, target, library, tokens)
+    elif origin == "tile_kernels":
         yield from _own(call, target, library, tokens)
     elif origin != "vllm":
         yield Unknown(
@@ -61,12 +63,30 @@ def uses(call: KernelCall, target: Target, library: Library) -> Iterator[Use | U
         yield from _vllm(call, target, library, tokens)
 
 
+def _plain(
+    call: KernelCall, target: Target, library: Library, tokens: str
+) -> Iterator[Use | Unknown]:
+    if target.device == "cpu":  # a reference runs
+        return
+    if reason := _absent(library):
+        yield Unknown(reason)
+        return
+    for factory, statics in plain.kernels(call, target):
+        yield Use(factory, dict(statics), tokens)
+
+
+def _absent(library: Library) -> str:
+    if library.installed and dict(library.settings).get("tile-kernels") == "absent":
+        return "TileKernels is not installed; pip install --no-deps tile-kernels"
+    return ""
+
+
 def _own(
     call: KernelCall, target: Target, library: Library, tokens: str
 ) -> Iterator[Use | Unknown]:
     on_cpu = target.device == "cpu"
-    if not on_cpu and library.installed and dict(library.settings).get("tile-kernels") == "absent":
-        yield Unknown("TileKernels is not installed; pip install --no-deps tile-kernels")
+    if not on_cpu and (reason := _absent(library)):
+        yield Unknown(reason)
         return
     hidden, mult = call.attr("hidden"), call.attr("mult")
     if call.op == "mhc_post":

@@ -1,4 +1,4 @@
-"""Recognise calls of TileLang kernels in a graph: mHC ops, fxwarm's and vLLM's, and ops that were declared.
+"""Recognise calls of TileLang kernels in a graph: mHC ops, fxwarm's, TileKernels' and vLLM's, and declared ones.
 
 Graph:
     mhc_pre(residual: bf16[s77, 4, 7168], fn: f32[24, 28672], hc_scale, hc_base, 1e-06, 1e-06, 1e-06, 2.0, 20)
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fxwarm.families.mhc import calls as mhc_calls
-from fxwarm.families.tilelang import declarations
+from fxwarm.families.tilelang import declarations, plain
 from fxwarm.families.tilelang.statics import FAMILY
 from passes.records import Gap, KernelCall
 
@@ -23,6 +23,9 @@ def match(op: Any) -> Iterable[KernelCall | Gap]:
     declared = declarations.find(f"{op.namespace}::{op.name}")
     if declared is not None:
         return (_declared(op, declared),)
+    call = plain.match(op)
+    if call is not None:
+        return (call,)
     layer = mhc_calls.read(op)
     if layer is None:
         return ()

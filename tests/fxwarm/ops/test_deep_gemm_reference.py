@@ -161,3 +161,11 @@ def test_a_reference_holds_a_few_rows_in_float32_at_a_time(monkeypatch):
     (a, a_sf, _), (b, b_sf, _) = fp8_rows(2500, 128), fp8_blocks(2100, 128)
     ops.fp8_gemm_nt(a, a_sf, b, b_sf, torch.empty(2500, 2100, dtype=BF16))
     assert max(rows for rows, _ in seen) == 1024
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_sum_over_the_batch_adds_to_c(dtype):
+    a, b, c = randn(3, 16, 32, dtype=BF16), randn(3, 24, 32, dtype=BF16), randn(16, 24).to(dtype)
+    d = c.clone()
+    ops.einsum("bmk,bnk->mn", a, b, d, d)
+    assert close(d, c.float() + torch.einsum("bmk,bnk->mn", a.float(), b.float()))

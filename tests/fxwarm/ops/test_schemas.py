@@ -22,6 +22,20 @@ DEEP_GEMM = (
     "fp8_einsum",
     "tf32_hc_prenorm_gemm",
 )
+K_GROUPED = tuple(
+    f"k_grouped_{kind}_contiguous" for kind in ("fp8_gemm_nt", "fp8_gemm_tn", "bf16_gemm_tn")
+)
+LOGITS = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata")
+TILE_KERNELS = (
+    "mhc_pre_big_fuse",
+    "mhc_post_fwd",
+    "mhc_pre_norm_fn",
+    "mhc_pre_split_mixes",
+    "sinkhorn_normalize",
+    "mhc_pre_apply_mix",
+    "mhc_head_compute_mix",
+    "expand_to_mhc",
+)
 FLASHINFER = ("cutlass_fused_moe", "bmm_fp8", "mono_moe", "trtllm_fp8_block_scale_moe")
 
 
@@ -56,7 +70,42 @@ trtllm_fp8_block_scale_moe(Tensor routing_logits, Tensor? routing_bias, Tensor h
     )
 
 
-@pytest.mark.parametrize("name", DEEP_GEMM + FLASHINFER)
+def test_weight_gradient_ops_have_one_schema():
+    assert_expected_inline(
+        _schemas(K_GROUPED),
+        """\
+k_grouped_fp8_gemm_nt_contiguous(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d, SymInt[] ks, Tensor grouped_layout, Tensor? c=None, int[]? recipe=None, str? compiled_dims=None, bool use_psum_layout=False) -> ()
+k_grouped_fp8_gemm_tn_contiguous(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d, SymInt[] ks, Tensor grouped_layout, Tensor? c=None, int[]? recipe=None, str? compiled_dims=None, bool use_psum_layout=False) -> ()
+k_grouped_bf16_gemm_tn_contiguous(Tensor a, Tensor b, Tensor(d!) d, SymInt[] ks, Tensor grouped_layout, Tensor? c=None, str? compiled_dims=None, bool use_psum_layout=False) -> ()""",
+    )
+
+
+def test_logits_ops_return_what_they_allocate():
+    assert_expected_inline(
+        _schemas(LOGITS),
+        """\
+fp8_mqa_logits(Tensor q, Tensor kv, Tensor kv_sf, Tensor weights, Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, bool? clean_logits=None, SymInt max_seqlen_k=0) -> Tensor
+fp8_paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor schedule_meta, SymInt max_context_len, bool? clean_logits=None, Tensor? indices=None) -> Tensor
+get_paged_mqa_logits_metadata(Tensor context_lens, int block_kv, int num_sms, Tensor? indices=None) -> Tensor""",
+    )
+
+
+def test_mhc_ops_have_tile_kernels_own_arguments():
+    assert_expected_inline(
+        _schemas(TILE_KERNELS),
+        """\
+mhc_pre_big_fuse(Tensor residual, Tensor fn, Tensor mhc_scale, Tensor mhc_base, float rms_eps, float mhc_pre_eps, float mhc_sinkhorn_eps, float mhc_post_mult_value, int sinkhorn_repeat, int n_splits=16) -> (Tensor, Tensor, Tensor)
+mhc_post_fwd(Tensor x, Tensor residual, Tensor post_layer_mix, Tensor comb_res_mix) -> Tensor
+mhc_pre_norm_fn(Tensor residual, Tensor mhc_fn, Tensor? mhc_norm_weight, float mhc_norm_eps, int n_splits=16) -> Tensor
+mhc_pre_split_mixes(Tensor input_mixes, Tensor mhc_scale, Tensor mhc_base, int mhc_mult, float mhc_post_mult_value, float mhc_pre_eps) -> (Tensor, Tensor, Tensor)
+sinkhorn_normalize(Tensor x, int repeat=10, float eps=9.9999999999999995e-07) -> Tensor
+mhc_pre_apply_mix(Tensor x, Tensor mix) -> Tensor
+mhc_head_compute_mix(Tensor input_mix, Tensor mhc_scale, Tensor mhc_base, float mhc_pre_eps) -> Tensor
+expand_to_mhc(Tensor hidden, int mhc_mult) -> Tensor""",
+    )
+
+
+@pytest.mark.parametrize("name", DEEP_GEMM + FLASHINFER + K_GROUPED + LOGITS + TILE_KERNELS)
 def test_every_op_keeps_the_strides_of_its_arguments(name):
     assert torch.Tag.needs_exact_strides in getattr(torch.ops.fxwarm, name).default.tags
 
