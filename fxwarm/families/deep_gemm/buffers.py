@@ -5,16 +5,26 @@ Imported by the recorder's child, so nothing heavy here: torch is handed in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["GIVE_UP", "Buffers", "Call"]
+__all__ = ["GIVE_UP", "Buffers", "Call", "unread_in"]
 
 GIVE_UP = 8
 """Failures of one call without a success after which its other sizes are left out."""
 OPERANDS = ("a", "b", "d", "kv_cache")
 """Tensors that may be large, and that share one buffer: no launch does anything with them."""
 UNREAD = ("a", "b", "kv_cache")
-"""Operands that only the kernels read: the library copies or clears D at times."""
+"""Operands that only the kernels read, whatever the call."""
+
+
+def unread_in(op: str, tensors: Iterable[str], attrs: dict[str, Any]) -> tuple[str, ...]:
+    """Return the operands of a call that nothing but its kernel touches.
+
+    D too, unless C is copied into it or it is cleared first (DeepGEMM ``csrc/apis/gemm.hpp``).
+    """
+    plain = op.startswith(("fp8_gemm", "bf16_gemm", "m_grouped")) and "c" not in tensors
+    return (*UNREAD, "d") if plain and not attrs.get("ensure_zero_padding") else UNREAD
 
 
 class Call:
@@ -44,8 +54,10 @@ class Call:
 
     def allocate(self, buffers: Buffers) -> None:
         """Take the storage of every tensor."""
+        unread = unread_in(self.op, self._tensors, self._attrs)
         for name, kind in self._kinds.items():
-            self._flat[name] = buffers.take(name, self._bytes[name]).view(kind)
+            size, pretends = self._bytes[name], name in unread
+            self._flat[name] = buffers.take(name, size, unread=pretends).view(kind)
         for name, (_, dims, strides) in self._tensors.items():
             if not any(isinstance(x, list) for x in (*dims, *strides)):
                 self._fixed[name] = self._flat[name].as_strided(dims, strides)
@@ -76,20 +88,20 @@ class Call:
 class Buffers:
     """Device memory of a request: operands and outputs share one buffer, all else has its own.
 
-    Nothing runs on the operands, so an A or B beyond the buffer only pretends its extent.
+    Nothing runs on the operands, so one beyond the buffer that nobody else touches only pretends its extent.
     """
 
     def __init__(self, torch: Any, device: str, size: int) -> None:
         self._torch, self._device = torch, device
         self._shared = self._zeros(max(size, 16))
 
-    def take(self, name: str, size: int) -> Any:
-        """Return ``size`` bytes of storage for the tensor ``name``."""
+    def take(self, name: str, size: int, *, unread: bool) -> Any:
+        """Return ``size`` bytes of storage for the tensor ``name``; ``unread`` if only kernels touch it."""
         if name not in OPERANDS:
             return self._zeros(max(size, 16))[:size]
         if size <= len(self._shared):
             return self._shared[:size]
-        if name in UNREAD and self._device == "cuda":
+        if unread and self._device == "cuda":
             return self._torch.as_tensor(Pretence(self._zeros(1 << 20), size), device=self._device)
         return self._zeros(size)
 

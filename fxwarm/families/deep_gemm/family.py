@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -70,9 +71,7 @@ class DeepGemm:
         self, calls: Sequence[KernelCall], target: Target, library: Library
     ) -> Iterable[Planned | Gap]:
         """Return each kernel that ``calls`` can need, by the modelled heuristics."""
-        from fxwarm.families.deep_gemm.keys import keys
-
-        return keys(calls, target, library)
+        return _modelled(tuple(calls), target, library)
 
     def needs_nothing(self, call: KernelCall, target: Target, library: Library) -> bool:
         """Return whether the library serves ``call`` without a kernel of its own (dense bf16 by cuBLASLt)."""
@@ -105,14 +104,17 @@ class DeepGemm:
 
         Nothing is yielded where it compiles through NVRTC: there the model serves, and workers build.
         """
+        from fxwarm.families.deep_gemm.build import by_cost
         from fxwarm.families.deep_gemm.recorder import recorder_for
         from fxwarm.families.mhc import splits
 
         if toolchain.uses_nvrtc(_generation(library)):
             log.info("fxwarm: DG_JIT_USE_NVRTC is set: DeepGEMM's kernels are planned by the model")
             return
+        modelled = [p for p in self.keys(calls, target, library) if isinstance(p, Planned)]
         resolved = [splits.resolve(call, target.num_sms) for call in calls]
-        yield from recorder_for(target, library).record(resolved)
+        recorder = recorder_for(target, library)
+        yield from recorder.record(resolved, memory=self._memory(), first=by_cost(modelled))
 
     def label(self, key: CompileKey) -> str:
         """Return what a picture calls the kernel: its tile (block_m by block_n), its splits, or its name."""
@@ -259,6 +261,16 @@ class DeepGemm:
         if not torch.cuda.is_available():
             return 1 << 30
         return int(torch.cuda.mem_get_info()[0]) // 2
+
+
+@functools.lru_cache(maxsize=8)
+def _modelled(
+    calls: tuple[KernelCall, ...], target: Target, library: Library
+) -> tuple[Planned | Gap, ...]:
+    """What the model says, once for the plan and once for the order in which the library is asked."""
+    from fxwarm.families.deep_gemm.keys import keys
+
+    return tuple(keys(calls, target, library))
 
 
 def _generation(found: Library) -> str:

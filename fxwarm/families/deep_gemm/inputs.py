@@ -25,10 +25,11 @@ ALIGNMENT = 128
 """Rows that each group starts on, unless the library was told otherwise."""
 _FP8_ONE = 0x38  # 1.0 in e4m3: any one code that is not NaN would do
 _UE8M0_ONE = 0x7F  # 2**0: four of them are packed into an int32
-_ITEM = {
+ITEM = {
     "float8_e4m3fn": 1, "uint8": 1, "int8": 1, "bool": 1, "bfloat16": 2, "float16": 2,
     "float32": 4, "int32": 4, "float64": 8, "int64": 8,
 }  # fmt: skip
+"""Bytes of an element, by dtype."""
 
 
 def legal(witness: KernelCall, alignment: int = ALIGNMENT) -> KernelCall:
@@ -86,7 +87,7 @@ def span(spec: TensorSpec) -> int:
 
 def bytes_of(call: KernelCall) -> int:
     """Return the device memory that the tensors of a static call take."""
-    return sum(span(spec) * _ITEM.get(spec.dtype, 8) for _, spec in call.tensors)
+    return sum(span(spec) * ITEM.get(spec.dtype, 8) for _, spec in call.tensors)
 
 
 def group_ids(rows: int, groups: int, alignment: int = ALIGNMENT) -> list[int]:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fxwarm import exc
 from fxwarm.families.deep_gemm import cache, device, library, standin, sweep, toolchain
 from fxwarm.families.deep_gemm.child import Child
@@ -30,8 +32,8 @@ __all__ = ["Recorder", "compare", "recorder_for"]
 
 log = logging.getLogger(__name__)
 
-MEMORY = 1 << 30
-"""Bytes of device memory that the child's operands may take; beyond it A and B only pretend."""
+SHARED = 1 << 30
+"""Bytes of the buffer that all operands share at most; what is larger, and only a kernel would touch, pretends."""
 
 
 class Recorder:
@@ -79,22 +81,28 @@ class Recorder:
             self._forks = bool(child.answer(self.start_patience, "to start").get("forks"))
 
     def record(
-        self, calls: Sequence[KernelCall], *, memory: int = MEMORY
+        self,
+        calls: Sequence[KernelCall],
+        *,
+        memory: int | None = None,
+        first: Sequence[Planned] = (),
     ) -> Iterator[Planned | Gap]:
         """Yield each kernel that the library asks for over every attainable size of ``calls``.
 
-        The witness is the call with the smallest M that asks for it. Beyond a million calls one M
-        of each interval is asked instead. What the library refuses is a gap with its own words.
-        Raises LibraryError if the child cannot start, dies, hangs, or fails every call.
+        The witness is the call with the smallest M that asks for it. ``first`` is what the model expects: its
+        witnesses are asked before all other calls, in this order, so that the builds which take longest begin at
+        once; a kernel that is seen there has the model's witness. Beyond a million calls, and where the tensors would take more than ``memory``
+        bytes of the device, one M of each interval is asked instead. What the library refuses is a gap with its own
+        words. Raises LibraryError if the child cannot start, dies, hangs, or fails every call.
         """
-        sweeps, gaps = _sweeps(calls)
+        sweeps, gaps = _sweeps(calls, memory)
         yield from gaps
         if not sweeps:
             return
         with self._lock:
             try:
                 self.start()
-                yield from self._ask(sweeps, memory)
+                yield from self._ask(sweeps, [p for p in first if p.witness], memory)
             except BaseException:
                 self.close()  # whatever state it is in, the next request gets a fresh child
                 raise
@@ -113,12 +121,18 @@ class Recorder:
                 shutil.rmtree(self._room, ignore_errors=True)
                 self._room = None
 
-    def _ask(self, sweeps: Sequence[sweep.Sweep], memory: int) -> Iterator[Planned | Gap]:
+    def _ask(
+        self, full: Sequence[sweep.Sweep], first: Sequence[Planned], memory: int | None
+    ) -> Iterator[Planned | Gap]:
         self._requests += 1
+        expected = {p.key: p.witness for p in first}
+        sweeps = [*(sweep.make_sweep(w) for w in expected.values() if w), *full]
+        real = sum(int(s.real_bytes().max(initial=0)) for s in full)
         request = {
             "id": self._requests,
-            "memory": memory,
+            "memory": SHARED if memory is None else max(0, min(SHARED, memory - real)),
             "settings": library.settings_to_repeat(self.found),
+            "first": len(expected),
             "calls": [s.request() for s in sweeps],
         }
         child = self._child
@@ -128,10 +142,14 @@ class Recorder:
         while "done" not in (answer := child.answer(self.patience, "during a sweep")):
             if "entry" in answer:
                 planned = _planned(answer, sweeps)
+                if answer["call"] < len(expected) and planned.key in expected:
+                    # a call asks for its layout kernel first, and another call may be smaller
+                    witness = expected[planned.key]
+                    planned = msgspec.structs.replace(planned, witness=witness)
                 if planned.key not in keys:
                     keys.add(planned.key)
                     yield planned
-            elif "failed" in answer:
+            elif "failed" in answer and answer["call"] >= len(expected):
                 failures[answer["call"]] = answer["failed"]
                 at = sweeps[answer["call"]]
                 words = answer["failed"].strip()
@@ -145,7 +163,7 @@ class Recorder:
                     f"the process that asks {self.found} for its kernels ended by "
                     f"{answer['died']}: {child.words()}"
                 )
-        if len(failures) == len(sweeps) and not keys:
+        if len(failures) == len(full) and not keys:
             raise exc.LibraryError(library.probe_message(self.found, failures[min(failures)]))
         log.info(
             "fxwarm: %s named %d kernels for %d calls in %.2f s",
@@ -205,7 +223,7 @@ def recorder_for(target: Target, found: Library) -> Recorder:
         return _recorders[key]
 
 
-def _sweeps(calls: Sequence[KernelCall]) -> tuple[list[sweep.Sweep], list[Gap]]:
+def _sweeps(calls: Sequence[KernelCall], memory: int | None) -> tuple[list[sweep.Sweep], list[Gap]]:
     found: list[sweep.Sweep] = []
     gaps: list[Gap] = []
     for call in calls:
@@ -215,6 +233,9 @@ def _sweeps(calls: Sequence[KernelCall]) -> tuple[list[sweep.Sweep], list[Gap]]:
             gaps.append(Gap(call.op, f"{call}: {error}", family=FAMILY))
     if sum(len(s.points) for s in found) > sweep.MOST_CALLS:
         found = [sweep.thin(s) for s in found]
+    if memory is not None:
+        found, lost = sweep.within(found, memory)
+        gaps += lost
     return [s for s in found if len(s.points)], gaps
 
 

@@ -8,12 +8,12 @@ memory, a kernel that does nothing among it, ends with the request, so every req
 of its kernels. Where the import has already opened the device, which no fork survives, it serves
 one request and ends.
 
-Request: {"id": 1, "settings": {...}, "memory": bytes,
+Request: {"id": 1, "settings": {...}, "memory": bytes, "first": 0,
           "calls": [{"op": ..., "tensors": {name: [dtype, dims, strides]}, "attrs": {...},
                      "rows": [[...], ...]}, ...]}
 A dim, stride or attribute is a value, or ["$", i] for the i-th number of the row. The first number
 of a row is its M: all calls are swept together, ascending, so the first call that asks for a
-kernel is the smallest one that needs it.
+kernel is the smallest one that needs it. As many as "first" says are made before, in their order.
 
 Answers: {"entry": ..., "code": ..., "flags": [...], "call": i, "row": j},
          {"failed": text, "call": i, "row": j}, {"at": calls made so far}, {"done": id, ...}.
@@ -29,7 +29,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def serve(
     buffers = Buffers(torch, config["device"], min(operands, request["memory"]))
     for call in calls:
         call.allocate(buffers)
-    made = sweep(calls, library, answers, root, config["log"])
+    points = order(calls, request["first"])
+    made = sweep(calls, points, library, answers, root=root, log=config["log"])
     if config["device"] == "cuda":
         torch.cuda.synchronize()
     seconds = time.monotonic() - start
@@ -127,12 +128,20 @@ def repeat(settings: dict[str, str], library: Any) -> None:
             setter(value in ("True", "1") if name == "pdl" else int(value))
 
 
-def sweep(calls: list[Call], library: Any, answers: int, root: Path, log: str) -> int:
-    """Make the calls, smallest M first; return how many were made."""
+def sweep(
+    calls: list[Call],
+    points: Iterable[tuple[int, int]],
+    library: Any,
+    answers: int,
+    *,
+    root: Path,
+    log: str,
+) -> int:
+    """Make the calls at (call, row); return how many were made."""
     made, beat = 0, time.monotonic()
     seen: set[str] = set()
     size = os.stat(log).st_size
-    for index, row in order(calls):
+    for index, row in points:
         call = calls[index]
         if call.is_hopeless:
             continue
@@ -156,10 +165,11 @@ def sweep(calls: list[Call], library: Any, answers: int, root: Path, log: str) -
     return made
 
 
-def order(calls: list[Call]) -> Iterator[tuple[int, int]]:
-    """Yield (call, row) over all calls, by ascending M."""
+def order(calls: list[Call], first: int) -> Iterator[tuple[int, int]]:
+    """Yield (call, row) over the ``first`` calls as they come, then over all others by ascending M."""
     points = [(row[0], i, j) for i, call in enumerate(calls) for j, row in enumerate(call.rows)]
-    for _, index, row in sorted(points):
+    yield from ((i, row) for _, i, row in points if i < first)
+    for _, index, row in sorted(p for p in points if p[1] >= first):
         yield index, row
 
 

@@ -10,19 +10,23 @@ Sweep:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fxwarm.families.deep_gemm import shapes
+from fxwarm.families.deep_gemm.buffers import unread_in
 from fxwarm.families.deep_gemm.describe import place_of
+from fxwarm.families.deep_gemm.inputs import ITEM
 from fxwarm.families.deep_gemm.keys import image_of, strides_of, witness_at
-from passes.records import Dim, KernelCall
+from fxwarm.families.deep_gemm.match import FAMILY
+from passes.records import Dim, Gap, KernelCall
 
 if TYPE_CHECKING:
     from passes.bound import Image
 
-__all__ = ["MOST_CALLS", "Sweep", "make_sweep", "thin"]
+__all__ = ["MOST_CALLS", "Sweep", "make_sweep", "thin", "within"]
 
 MOST_CALLS = 1_000_000
 """Calls of one request beyond which only one M of each interval is asked: 50 s at 50 us each."""
@@ -46,6 +50,23 @@ class Sweep(NamedTuple):
         """Return the call in the child's words."""
         rows = self.image.rows[self.points].tolist()
         return {"op": self.call.op, "tensors": self.tensors, "attrs": self.attrs, "rows": rows}
+
+    def real_bytes(self) -> np.ndarray:
+        """Return, for each point, the device memory that its tensors must really have.
+
+        The others are only pretended where they are large: nothing but a kernel that does nothing touches them.
+        """
+        rows = self.image.rows[self.points]
+
+        def column(value: Any) -> Any:
+            return rows[:, value[1]] if isinstance(value, list) else value
+
+        total = np.zeros(len(rows), np.int64)
+        for name, (dtype, dims, strides) in self.tensors.items():
+            if name not in unread_in(self.call.op, self.tensors, self.attrs):
+                steps = sum((column(d) - 1) * column(s) for d, s in zip(dims, strides, strict=True))
+                total += (1 + steps) * ITEM.get(dtype, 8)
+        return total
 
     def witness(self, row: int) -> KernelCall:
         """Return the static call at one row of the request."""
@@ -100,6 +121,30 @@ def thin(sweep: Sweep) -> Sweep:
     ids = np.column_stack([-(-rows[:, 0] // 16), flip, *others])
     _, first = np.unique(ids, axis=0, return_index=True)
     return sweep._replace(points=sweep.points[np.sort(first)])
+
+
+def within(sweeps: Sequence[Sweep], memory: int) -> tuple[list[Sweep], list[Gap]]:
+    """Return the sweeps cut to ``memory`` bytes of device memory together, and a gap for each that lost sizes.
+
+    Where they do not fit, the smallest M of each interval is asked, and only those that fit.
+    """
+    needs = [int(s.real_bytes().max(initial=0)) for s in sweeps]
+    if sum(needs) <= memory:
+        return [*sweeps], []
+    kept, gaps = [], []
+    for full, need in zip(sweeps, needs, strict=True):
+        share = memory * need // sum(needs)
+        one = thin(full)
+        fits = one.real_bytes() <= share
+        if not fits.all():
+            first = int(one.image.rows[one.points[~fits], 0].min())
+            reason = (
+                f"{full.call}: from M={first} up it is not asked, since its scales and the like would take {need} "
+                f"bytes, and fxwarm.memory leaves {share}; raise fxwarm.memory"
+            )
+            gaps.append(Gap(full.call.op, reason, family=FAMILY))
+        kept.append(one._replace(points=one.points[fits]))
+    return kept, gaps
 
 
 def _deciding(sweep: Sweep) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fxwarm import exc
+from fxwarm import exc, slots
 from fxwarm.families.deep_gemm import cache, device, inputs, library
 from fxwarm.families.deep_gemm.build import by_cost
 from fxwarm.families.deep_gemm.cache import Roots
@@ -104,7 +104,8 @@ class Pool:
                     planned = self._todo.popleft()
                 except IndexError:  # another worker was faster
                     return
-                outcome = self._ask(child, planned)
+                with slots.take(self.job.jobs):
+                    outcome = self._ask(child, planned)
                 if outcome.lost:
                     self._end(place, 0.0)
                 self._done.put(outcome)

@@ -60,7 +60,8 @@ def test_the_slow_ones_come_first():
     layout = kernel("transpose_fp32", "512", "64", "56")
     small = kernel("sm90_fp8_gemm_1d2d_impl", "K", "0", "0", "0", "1", "16", "16")
     large = kernel("sm90_fp8_gemm_1d2d_impl", "K", "0", "0", "0", "1", "128", "192")
-    assert by_cost([layout, small, large]) == [large, small, layout]
+    wide = kernel("sm90_fp8_gemm_1d2d_impl", "K", "0", "0", "0", "1", "256", "128")
+    assert by_cost([layout, small, wide, large]) == [large, wide, small, layout]
 
 
 def test_a_failure_has_the_compilers_words_and_leaves_nothing(toolkit, tmp_path):

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from fxwarm import exc
-from fxwarm.families.deep_gemm import DeepGemm, recorder, sweep
+from fxwarm.families.deep_gemm import DeepGemm, build, recorder, sweep
+from fxwarm.families.deep_gemm.buffers import unread_in
+from fxwarm.families.deep_gemm.build import by_cost
 from fxwarm.families.deep_gemm.library import find_library
 from fxwarm.families.deep_gemm.recorder import Recorder, compare
 from fxwarm.records import Planned, Target
@@ -32,12 +34,14 @@ def asked(fake, toolkit):
     """Return what records calls with a fresh recorder, and ends it."""
     made: list[Recorder] = []
 
-    def ask(*calls, generation="A", body="", memory=1 << 30, real_torch=False, **patience):
+    def ask(
+        *calls, generation="A", body="", memory=1 << 30, first=(), real_torch=False, **patience
+    ):
         if not made:
             toolkit()
             fake(generation, body, real_torch=real_torch)
             made.append(Recorder(CPU_H200, find_library({}), **patience))
-        return list(made[0].record(calls, memory=memory))
+        return list(made[0].record(calls, memory=memory, first=first))
 
     ask.made = made
     yield ask
@@ -200,6 +204,57 @@ def test_beyond_a_million_calls_one_size_of_each_interval_is_asked(monkeypatch, 
 def test_a_literal_m_is_never_thinned():
     made = sweep.make_sweep(dense(2112, 7168, upper=300, compiled_dims="mn"))
     assert len(sweep.thin(made).points) == 300
+
+
+def test_what_takes_long_to_compile_is_asked_first(asked):
+    plain = asked(*CALLS)
+    modelled = by_cost(list(DeepGemm().keys(CALLS, Target.named("h200"), find_library({}))))
+    found = asked(*CALLS, first=modelled)
+    assert {p.key: (p.witness, p.source) for p in found} == {
+        p.key: (p.witness, p.source) for p in plain
+    }
+    costs, before = (
+        [build._cost(p.key) for p in some if "gemm" in p.key.tag] for some in (found, plain)
+    )
+    assert costs == sorted(costs, reverse=True) != before
+
+
+def test_a_wrong_model_loses_nothing(asked):
+    plain = asked(*CALLS)
+    unknown = msgspec.structs.replace(plain[0].key, template=("1",))
+    other = dense(2112, 7168, m="200", compiled_dims="nk")  # no call of ours
+    found = asked(*CALLS, first=[Planned(unknown, other)])
+    assert [p.witness for p in found if p not in plain] == [
+        other
+    ]  # built as well, and told as drift
+    assert {p.key for p in found} > {p.key for p in plain}
+
+
+def test_a_small_budget_asks_one_size_of_each_interval_and_names_what_it_leaves_out(asked):
+    full = asked(*CALLS[:3])
+    whole = [sweep.make_sweep(call) for call in CALLS[:3]]
+    needs = sum(int(s.real_bytes().max()) for s in whole)
+    assert needs < 2 << 20  # scales and ids: neither weights nor outputs have to be there
+    assert asked(*CALLS[:3], memory=needs) == full
+    found = asked(*CALLS[:3], memory=needs // 2)
+    gaps = [f for f in found if isinstance(f, Gap)]
+    assert gaps
+    assert all("raise fxwarm.memory" in g.reason and "from M=" in g.reason for g in gaps)
+    assert {f.key for f in found if isinstance(f, Planned)} < {p.key for p in full}
+    kept, _ = sweep.within(whole, needs // 2)
+    assert sum(int(s.real_bytes().max(initial=0)) for s in kept) <= needs // 2
+
+
+@pytest.mark.parametrize("change", [{}, {"ensure_zero_padding": True}])
+def test_an_output_is_only_pretended_where_nobody_but_the_kernel_touches_it(change):
+    call = contiguous(8, 512, 1024, upper=6, **change)
+    made = sweep.make_sweep(call)
+    d = 2 * 512 * 128 * 6
+    assert (int(made.real_bytes().max()) > d) == bool(change)
+    names = unread_in(call.op, made.tensors, made.attrs)
+    assert ("d" in names) == (not change)
+    assert "d" not in unread_in(call.op, [*made.tensors, "c"], {})
+    assert "d" not in unread_in("einsum", made.tensors, {})
 
 
 def test_buffers_are_shared_and_bounded():
