@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fxwarm import this_start
 from fxwarm.records import WarmPlan, WarmReport
 from passes.table import Table, size
 
@@ -40,9 +41,10 @@ class Root(msgspec.Struct):
     paths: list[str]
     entries: list[CacheEntry]
     hits: int = 0
-    """Files that the receipts name (for torch: graphs of the stored plans) and that are there."""
+    """What this start found there. In a process that has warmed nothing: files that the receipts name (for torch: graphs
+    of the stored plans) and that are there."""
     misses: int = 0
-    """Those that are not there: the next start makes them again."""
+    """What this start had to make; else what the receipts name and is not there: the next start makes it again."""
 
     @property
     def bytes(self) -> int:
@@ -60,6 +62,8 @@ class Status(msgspec.Struct):
 
     roots: list[Root]
     plans: list[str]
+    is_of_this_start: bool = False
+    """Whether hits and misses are those of the warmups of this process."""
 
     def table(self) -> Table:
         """Return a row a root, largest facts first."""
@@ -74,9 +78,13 @@ class Status(msgspec.Struct):
             )
             for root in self.roots
         ]
+        words = (
+            "were not there, and made by this start; keep this folder for the next"
+            if self.is_of_this_start
+            else "are lost; the next start makes them again, unless this folder is kept too"
+        )
         notes = [
-            f"{root.name}: {root.misses} of {root.hits + root.misses} are lost; "
-            "the next start makes them again, unless this folder is kept too"
+            f"{root.name}: {root.misses} of {root.hits + root.misses} {words}"
             for root in self.roots
             if root.misses
         ]
@@ -105,7 +113,11 @@ def examine(environ: Mapping[str, str] = os.environ) -> Status:
         _torch(own, environ, plans),
         _own(own, plans, receipts),
     ]
-    return Status(roots, sorted(plans))
+    counted = this_start.counts()
+    if counted is not None:
+        for root in roots:
+            root.hits, root.misses = (found[root.name] for found in counted)
+    return Status(roots, sorted(plans), is_of_this_start=counted is not None)
 
 
 def remove(

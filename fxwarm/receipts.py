@@ -18,7 +18,7 @@ import torch
 
 from fxwarm import planner, store
 from fxwarm.options import Options
-from fxwarm.records import Entry, Library, Target, WarmPlan, WarmReport, digest
+from fxwarm.records import Entry, Library, Planned, Target, WarmPlan, WarmReport, digest
 from passes.records import SCHEMA, ShapeSet
 
 if TYPE_CHECKING:
@@ -39,12 +39,21 @@ def key_of(shapes: ShapeSet, target: Target, libraries: tuple[Library, ...], gra
     for the same calls and other libraries is found, and said. The name of the target is left out: an H100 with as many
     SMs asks for the same kernels as an H200.
     """
-    calls = sorted(msgspec.json.encode(call).decode() for call in shapes.calls)
     device = (target.device, target.arch, target.num_sms, target.smem)
     return (
-        digest(calls)[:16]
+        _key_of_calls(shapes)
         + digest(graph_key, device, libraries, str(torch.__version__), SCHEMA)[:16]
     )
+
+
+def _key_of_calls(shapes: ShapeSet) -> str:
+    calls = sorted(msgspec.json.encode(call).decode() for call in shapes.calls)
+    return digest(calls)[:16]
+
+
+def knows(shapes: ShapeSet, options: Options) -> bool:
+    """Whether an earlier process completed a warmup of the same calls, on whatever device, with whatever libraries."""
+    return any(store.root(options.cache_dir).glob(f"{_key_of_calls(shapes)}*/receipt.json"))
 
 
 def stored_plan(warmup: Warmup) -> WarmPlan | None:
@@ -89,6 +98,30 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
     log.info("fxwarm: plan %s of an earlier start: %d kernels", key, len(plan))
     # The gaps are those of the graph at hand: a plan that has others gets no receipt.
     return msgspec.structs.replace(plan, shapes=shapes, gaps=shapes.gaps)
+
+
+def learn(plan: WarmPlan, planned: Iterable[Planned], options: Options) -> None:
+    """Keep kernels that ``plan`` lacks and a monitor saw: whoever plans the same again, from whatever source, adds them."""
+    folder, key = store.root(options.cache_dir), warm_key(plan)
+    path = store.path_of(folder, key, "learned")
+    known = store.read(path, WarmPlan)
+    learned = dict.fromkeys((*(known.planned if known is not None else ()), *planned))
+    store.write(path, msgspec.structs.replace(plan, planned=tuple(learned), gaps=()).to_json())
+
+
+def with_learned(plan: WarmPlan, options: Options) -> WarmPlan:
+    """Return ``plan`` with what was learned for it since it was made."""
+    if not plan.shapes.calls:
+        return plan
+    key = warm_key(plan)
+    folder = store.root_with(key, options.cache_dir)
+    learned = store.read(store.path_of(folder, key, "learned"), WarmPlan)
+    if learned is None or warm_key(learned) != key:
+        return plan
+    more = [p for p in learned.planned if p.key not in plan.keys]
+    if more:
+        log.info("fxwarm: plan %s has learned %d kernels since", key, len(more))
+    return msgspec.structs.replace(plan, planned=(*plan.planned, *more))
 
 
 def _say_why(folder: Path, key: str, target: Target, libraries: tuple[Library, ...]) -> None:

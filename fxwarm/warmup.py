@@ -90,6 +90,8 @@ class Warmup:
         self._absent: dict[str, str] = {}
         self._build_seconds = 0.0
         self._error: BaseException | None = None
+        self.is_stored = False
+        """Whether the plan is that of an earlier start, by its receipt."""
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._prepared = self._gave_up = False
@@ -189,8 +191,10 @@ class Warmup:
     def _plan_and_build(self) -> None:
         begin = time.perf_counter()
         assert self.target is not None
+        given = self.plan is not None
         if self.plan is None:
             self.plan = receipts.stored_plan(self)
+            self.is_stored = self.plan is not None and self.plan is not self.offered
         if self.plan is None:
             streams: dict[str, Stream] = {}
             beside: list[Beside] = []
@@ -225,6 +229,8 @@ class Warmup:
                     stream.close()
                 for one in beside:
                     one.join()
+        if not given:
+            self.plan = receipts.with_learned(self.plan, self.options)
         self._build(self.plan)
         self._build_seconds = time.perf_counter() - begin
 

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from fxwarm.locks import hold
+from fxwarm.monitor.event import JitEvent
+from fxwarm.monitor.files import seconds_of, watch_cache
 from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target
 from passes import bound
 from passes.records import Gap, KernelCall
@@ -148,6 +150,18 @@ class Toy:
             x = p.witness["x"].dims
             scale(torch.zeros(int(x[0]), int(x[1])), torch.ones(int(x[1])))
             yield Loaded(p.key, time.perf_counter() - begin)
+
+    def watch(self, report: Any) -> Any:
+        """Like DeepGEMM, it has no hook: its files tell."""
+
+        def describe(entry: Path, kind: str) -> JitEvent | None:
+            if not entry.name.startswith("scale_"):
+                return None
+            key = CompileKey(self.name, "scale", tuple(entry.name.split("_")[1:]))
+            seconds = seconds_of(entry / "kernel.c", entry / "kernel.so") if kind == "build" else 0
+            return JitEvent(self.name, kind, entry.name, key=key, seconds=seconds)
+
+        return watch_cache([cache_dir()], "kernel.so", describe, report)
 
     def cached(self, planned: Sequence[Planned]) -> list[Path]:
         return [cache_dir() / name_of(*p.key.template) / "kernel.so" for p in planned]

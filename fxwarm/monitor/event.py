@@ -12,6 +12,7 @@ Kind = Literal["build", "load", "tune", "fallback", "trace", "retrace"]
 traced by Dynamo; known code traced again, for another size or setting."""
 
 NO_PLAN = "no plan of this process"
+OURS, UNSURE = "this process", "this process or another that shares its cache"
 
 
 class JitEvent(Record, frozen=True, omit_defaults=False):
@@ -24,17 +25,20 @@ class JitEvent(Record, frozen=True, omit_defaults=False):
     """The op of the call where it is known, else the name of the kernel or of the traced code."""
     key: CompileKey | None = None
     shape: str = ""
-    """The tensors of the call, as in "x=float32[33, 8], w=float32[8]"; empty where only the cache was seen."""
+    """The tensors of the call, as in "x=float32[33, 8], w=float32[8]"; empty where no thread was seen in a call."""
     place: str = ""
     """The first line of the model (from the plan) or of the stack that is not torch's."""
     seconds: float = 0.0
-    """How long the call took that did it; 0 where it was stopped or only seen from outside."""
+    """How long the call took that did it; of a build seen from outside the compile; 0 where it was stopped, and for a
+    load seen from outside: its end is not told."""
     capturing: bool = False
     """Whether a stream was being captured: the worst class, for it can end the engine."""
     missing_from: str = NO_PLAN
     """The plan that should have had it, and the nearest thing that it does have."""
     beyond: str = ""
     """The size that is out of the declared range, as in "x.shape[0] = 9000, declared 1..8192"."""
+    whose: str = OURS
+    """Who did it, where only the cache was seen and others share it."""
     call: KernelCall | None = None
     """The static call, where the op was seen: what ``fxwarm.learn`` adds to the plan."""
 
@@ -60,6 +64,7 @@ class JitEvent(Record, frozen=True, omit_defaults=False):
         text += f" for {self.shape}" if self.shape else ""
         text += f" at {self.place}" if self.place else ""
         text += f", {self.seconds:.3f} s" if self.seconds else ""
+        text += f", by {self.whose}" if self.whose != OURS else ""
         if self.beyond:
             return f"{text}; beyond the declared range: {self.beyond}; raise fxwarm.max_size or mark the range"
         return f"{text}; missing from {self.missing_from}"

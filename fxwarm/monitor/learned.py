@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxwarm import receipts, store
-from fxwarm.monitor.event import JitEvent
+from fxwarm import receipts, runtime
+from fxwarm.monitor import misses, stack
+from fxwarm.monitor.event import OURS, UNSURE, JitEvent, Kind
+from fxwarm.monitor.misses import Miss
+from fxwarm.monitor.stack import Moment, Sight
 from fxwarm.records import CompileKey, Planned, WarmPlan
 from passes.records import KernelCall, Site
 
 if TYPE_CHECKING:
-    from fxwarm.monitor.guards import Miss
     from fxwarm.warmup import Warmup
 
 log = logging.getLogger(__name__)
 
-_NOT_THE_MODEL = (
-    "torch",
-    "fxwarm",
-    "passes",
-    "contextlib",
-    "threading",
-    "functools",
-    "triton",
-    "tilelang",
-)
 
-
-def event_of(miss: Miss, capturing: bool) -> JitEvent:
-    """Return the event that a call with ``miss`` makes, before it is made."""
+def event_of(miss: Miss, capturing: bool, kind: Kind | None = None, place: str = "") -> JitEvent:
+    """Return the event that a call with ``miss`` makes, before it is made; its ``kind`` where that is not known yet."""
     family, call, planned, target, _ = miss
     falls_back = getattr(family, "falls_back", None)
-    if falls_back is not None and falls_back(planned.key):
+    if kind is None and falls_back is not None and falls_back(planned.key):
         kind = "fallback"
-    else:
+    elif kind is None:
         kind = "build" if family.missing([planned], target) else "load"
-    shape = ", ".join(f"{name}={spec}" for name, spec in call.tensors)
     warmup, site, beyond = _nearest(call)
-    place = site.place if site is not None and site.place else place_of_stack()
     return JitEvent(
         family.name,
-        kind,  # type: ignore[arg-type]
+        kind,
         op=call.op,
         key=planned.key,
-        shape=shape,
-        place=place,
+        shape=", ".join(f"{name}={spec}" for name, spec in call.tensors),
+        place=site.place if site is not None and site.place else place or stack.place_of_stack(),
         capturing=capturing,
         missing_from=_missing_from(warmup, planned.key),
         beyond=beyond,
@@ -57,20 +45,74 @@ def event_of(miss: Miss, capturing: bool) -> JitEvent:
     )
 
 
-def explain(event: JitEvent) -> JitEvent:
-    """Return a watcher's event with what it could not know: the place, and which plan lacks it."""
-    from fxwarm.runtime import is_capturing
+def explain(event: JitEvent, moment: Moment | None = None) -> tuple[JitEvent, str]:
+    """Return a watcher's event with what it could not know, and the device of the call.
 
+    That is which call it was, where it stands, and which plan lacks it. ``moment`` is None where the work is done by
+    the calling thread.
+    """
     if event.library == "dynamo":
-        return event
+        return event, ""
+    sights = [stack.here()] if moment is None else moment.sights
+    sight, miss = _seen_in(event, sights)
+    if moment is None:
+        capturing, whose = runtime.is_capturing(), event.whose
+    else:
+        capturing = sight is not None and sight.capturing
+        whose = OURS if moment.mine or miss is not None else UNSURE
+    place = event.place or (sight.place if sight is not None else "")
+    if not place and whose == OURS and sights:
+        place = sights[0].place
+    event = msgspec.structs.replace(
+        event, place=place, capturing=event.capturing or capturing, whose=whose
+    )
+    if miss is not None:
+        full = event_of(miss, event.capturing, event.kind, place)
+        return msgspec.structs.replace(full, seconds=event.seconds, whose=whose), miss.device
+    if (
+        sight is not None and sight.call is not None
+    ):  # it is in a call of the library, of which one kernel is unknown
+        needs = [m for m in misses.needs_of(sight.call) if m.family.name == event.library]
+        if needs:
+            full = event_of(needs[0], event.capturing, event.kind, place)
+            shape = f"{full.op}({full.shape})"
+            event = msgspec.structs.replace(
+                event, shape=shape, place=full.place, beyond=full.beyond, call=full.call
+            )
     missing = event.missing_from
     if event.key is not None:
         warmups = [w for w in _warmups() if w.plan is not None and _is_of(w.plan, event.library)]
         missing = _missing_from(warmups[-1] if warmups else None, event.key)
-    place = event.place or place_of_stack()
-    return msgspec.structs.replace(
-        event, place=place, missing_from=missing, capturing=event.capturing or is_capturing()
+    device = str(sight.call.device) if sight is not None and sight.call is not None else ""
+    return (
+        msgspec.structs.replace(event, missing_from=missing),
+        device or str(runtime.current_device()),
     )
+
+
+def _seen_in(event: JitEvent, sights: Sequence[Sight]) -> tuple[Sight | None, Miss | None]:
+    """Return the thread that is in a call of the event's library, and which of its kernels this is, where that shows."""
+    inside = None
+    for sight in sights:
+        needs = misses.needs_of(sight.call) if sight.call is not None else []
+        needs = [m for m in needs if m.family.name == event.library]
+        if event.key is not None:
+            mine = [m for m in needs if m.planned.key == event.key]
+        else:
+            named = [m for m in needs if event.op in (m.planned.key.tag, m.planned.key.kernel)]
+            mine = named or [m for m in needs if not is_loaded(m.planned.key)]
+        if mine and (event.key is not None or len(mine) == 1):
+            return sight, mine[0]
+        if needs and inside is None:
+            inside = sight
+    return inside or (sights[0] if len(sights) == 1 else None), None
+
+
+def is_loaded(key: CompileKey) -> bool:
+    """Return whether this process has loaded ``key``, on whatever device."""
+    from fxwarm import warmup
+
+    return any(key == each for _, each in (*warmup._resident, *misses.ran))
 
 
 def with_seconds(event: JitEvent, seconds: float) -> JitEvent:
@@ -78,8 +120,25 @@ def with_seconds(event: JitEvent, seconds: float) -> JitEvent:
     return msgspec.structs.replace(event, seconds=seconds)
 
 
+def united(known: JitEvent, new: JitEvent) -> JitEvent:
+    """Return ``known`` with what only ``new``, the same work seen again, says of it."""
+    if known.call is None and new.call is not None:
+        known, new = new, known
+    return msgspec.structs.replace(
+        known,
+        seconds=max(known.seconds, new.seconds),
+        place=known.place or new.place,
+        shape=known.shape or new.shape,
+        capturing=known.capturing or new.capturing,
+        whose=OURS if OURS in (known.whose, new.whose) else UNSURE,
+    )
+
+
 def keep(events: Iterable[JitEvent]) -> None:
-    """Add the kernels of ``events`` to the stored plans that lack them. What the next start cannot launch is left out."""
+    """Add the kernels of ``events`` to the plans that lack them, here and for the next start.
+
+    What no op was seen to call is left out: the next start could not launch it.
+    """
     from fxwarm.family import load_families
 
     families = load_families()
@@ -99,16 +158,13 @@ def keep(events: Iterable[JitEvent]) -> None:
         ]
         if found:
             warmup.plan = msgspec.structs.replace(plan, planned=(*plan.planned, *found))
-            folder = store.root(warmup.options.cache_dir)
-            store.write(
-                store.path_of(folder, receipts.warm_key(plan), "plan"), warmup.plan.to_json()
-            )
+            receipts.learn(plan, found, warmup.options)
 
 
 def _warmups() -> list[Warmup]:
     from fxwarm.artifacts import pending
 
-    return [c.warmup for c in pending]
+    return pending.warmups()
 
 
 def _is_of(plan: WarmPlan, family: str) -> bool:
@@ -162,19 +218,3 @@ def _missing_from(warmup: Warmup | None, key: CompileKey) -> str:
         if near and all(at >= len(k.template) or k.template[at] != mine for k in near)
     ]
     return name + (f": nothing there with {' and '.join(differs)}" if differs else "")
-
-
-def place_of_stack() -> str:
-    """Return the innermost line of this thread that belongs to the user's program."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        file = frame.f_code.co_filename
-        if (
-            module.partition(".")[0] not in _NOT_THE_MODEL
-            and "torchinductor" not in file
-            and file[:1] != "<"
-        ):
-            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

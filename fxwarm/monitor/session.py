@@ -4,9 +4,10 @@
         serve()
     assert not seen, seen
 
-Two sources. *Watchers* are told by the libraries themselves (hooks, or the kernel's notice that a file of a cache was
-made or opened) and cost nothing per call. *Guards* see each call of a JIT op before its library does, know its shape
-and can stop it; they cost a look-up per call and only while they are there.
+*Watchers* are told by the libraries themselves (hooks on what they do rarely, or the operating system's notice that a
+file of a cache was made or opened) and cost nothing per call: which op, which shapes and where is read from the stack at
+that moment. *Guards* see each call of a JIT op before its library does. They cost a look-up per call, and are there only
+while a CUDA graph is being captured, and for "raise", which must stop a call before its work begins.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 from fxwarm import exc, options, runtime, warmup
-from fxwarm.monitor import learned, watchers
-from fxwarm.monitor.event import JitEvent
+from fxwarm.monitor import captures, learned, misses, watchers
+from fxwarm.monitor.event import OURS, JitEvent
+from fxwarm.monitor.stack import Moment
 from passes.table import Table
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,8 @@ _inside = threading.local()
 class Seen:
     """The JIT work that one monitor saw, in order, each piece once. Reads like a list of ``JitEvent``."""
 
-    def __init__(self, mode: Mode = "count", *, calls: bool = True, learn: bool = False) -> None:
-        self.mode, self.calls, self.learn = mode, calls or learn, learn
+    def __init__(self, mode: Mode = "count", *, calls: bool = False, learn: bool = False) -> None:
+        self.mode, self.calls, self.learn = mode, calls, learn
         self.error: exc.JitError | None = None
         """What was raised last, if anything."""
         self.raised: set[tuple[str, object]] = set()
@@ -63,11 +65,10 @@ class Seen:
         return dict(Counter((e.library, e.kind) for e in self.events))
 
     def add(self, event: JitEvent) -> bool:
-        """Keep ``event`` unless the same work is known; return whether it was new."""
-        new = event.identity not in self._events
-        if new:
-            self._events[event.identity] = event
-        return new
+        """Keep ``event``; return whether it was new. What is known of the same work already gains what it lacked."""
+        known = self._events.get(event.identity)
+        self._events[event.identity] = event if known is None else learned.united(known, event)
+        return known is None
 
     def __len__(self) -> int:
         return self.count
@@ -98,19 +99,22 @@ class Seen:
 
 
 @contextlib.contextmanager
-def no_jit(mode: Mode = "warn", *, calls: bool = True, learn: bool = False) -> Iterator[Seen]:
+def no_jit(
+    mode: Mode = "warn", *, calls: bool | None = None, learn: bool = False
+) -> Iterator[Seen]:
     """Watch what runs inside for builds, loads, tunings and traces; yield what was seen.
 
-    "count" keeps quiet, "warn" logs one line each, "raise" raises JitError before the work begins where the library
-    can be stopped (ops seen by a guard, TileLang, Triton, Dynamo), else on leaving. ``calls=False`` uses the watchers
-    alone: nothing per call, but no shapes, and a DeepGEMM load is known by its file only. ``learn`` adds what was seen
-    to the stored plan, so that the next start covers it.
+    "count" keeps quiet, "warn" logs one line each; both cost a call nothing. "raise" raises JitError before the work
+    begins, in the call that would do it, for which it looks at each call of a JIT op (a few us each). With
+    ``calls=False`` it looks at none: TileLang, Triton, CuTe, FlashInfer, Dynamo and whatever falls into a capture are
+    still stopped before the work, DeepGEMM's C++ side is told on leaving. ``learn`` adds what was seen to the stored
+    plan, so that the next start covers it.
 
     Raises OptionError for another mode.
     """
     if mode not in get_args(Mode):
         raise exc.OptionError(f"no_jit mode is {mode!r}; give 'count', 'warn' or 'raise'")
-    seen = Seen(mode, calls=calls, learn=learn)
+    seen = Seen(mode, calls=mode == "raise" if calls is None else calls, learn=learn)
     _start(seen)
     try:
         try:
@@ -132,7 +136,7 @@ def no_jit(mode: Mode = "warn", *, calls: bool = True, learn: bool = False) -> I
 def watch_process(settings: options.Options) -> None:
     """Watch from now to the end of the process, as ``fxwarm.monitor`` and ``fxwarm.learn`` say. Called after a warmup.
 
-    A second call only looks for libraries and ops that came since. "count" and "warn" add nothing to a call.
+    A second call only looks for libraries and ops that came since. "count", "warn" and learning add nothing to a call.
     """
     if settings.monitor == "off" and not settings.learn:
         return
@@ -141,13 +145,13 @@ def watch_process(settings: options.Options) -> None:
         mine = next((s for s in _active if s is _process), None)
         if mine is None:
             _process.mode, _process.learn = mode, settings.learn
-            _process.calls = settings.learn or mode == "raise"
+            _process.calls = mode == "raise"
             _start(_process)
         else:
             _refresh()
 
 
-_process = Seen(calls=False)
+_process = Seen()
 
 
 def events() -> list[JitEvent]:
@@ -163,22 +167,27 @@ def stop_process() -> None:
         _process._events.clear()
 
 
-def report(event: JitEvent, before: bool = False, outside: bool = False) -> None:
+def report(event: JitEvent, before: bool = False, moment: Moment | None = None) -> None:
     """Take one event from a watcher. ``before``: the work has not begun, so "raise" can stop it.
 
-    ``outside``: seen from another thread, after the fact. Whatever a warmup does is its job, and no event.
+    ``moment``: it was seen from another thread, and this is what the threads did then. Whatever a warmup does is its
+    job, and no event.
     """
     if options.is_active() or not _active:
         return
-    if outside and (warmup.is_at_work() or any(key == event.key for _, key in warmup._resident)):
+    if moment is not None and (
+        warmup.is_at_work() or (event.key is not None and learned.is_loaded(event.key))
+    ):
         return
-    if getattr(_inside, "depth", 0) and not before:
-        return  # the guard around this call reports it, with its shape
+    if moment is None and getattr(_inside, "depth", 0) > 0 and not before:
+        return  # the guard around this call reports it
     if watchers.is_tracing() and event.library != "dynamo":
         return
-    event = learned.explain(event)
+    event, device = learned.explain(event, moment)
     if not before or any(s.mode == "raise" for s in _active):
         _tell(event, before)
+    if moment is not None and event.key is not None and event.whose == OURS:
+        misses.ran.add((device, event.key))
 
 
 def _tell(event: JitEvent, before: bool) -> None:
@@ -209,7 +218,7 @@ def _around(misses: list[Any], call: Callable[[], Any]) -> Any:
         return call()
     capturing = runtime.is_capturing()
     found = [learned.event_of(miss, capturing) for miss in misses]
-    if not any(s.calls for s in _active):
+    if not (capturing or any(s.calls for s in _active)):
         return call()
     if capturing or any(s.mode == "raise" for s in _active):
         for event in found:
@@ -242,17 +251,24 @@ def _refresh() -> None:
                     _stops[name] = stop
             except Exception as error:
                 log.warning("fxwarm: %s cannot be watched: %s", name, error)
+    if "captures" not in _stops:
+        _stops["captures"] = captures.watch(lambda: guards.install(_around), _unguard)
     if any(s.calls for s in _active):
         guards.install(_around)
 
 
-def _stop(seen: Seen) -> None:
+def _unguard() -> None:
     from fxwarm.monitor import guards
 
     with _lock:
-        _active.remove(seen)
         if not any(s.calls for s in _active):
             guards.remove()
+
+
+def _stop(seen: Seen) -> None:
+    with _lock:
+        _active.remove(seen)
+        _unguard()
         if not _active:
             for stop in _stops.values():
                 stop()

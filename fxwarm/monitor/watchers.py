@@ -74,7 +74,7 @@ def watch_dynamo(report: Report) -> Callable[[], None] | None:
 
     def start(args: Any) -> None:
         if is_compile(args):
-            from fxwarm.monitor.learned import place_of_stack
+            from fxwarm.monitor.stack import place_of_stack
 
             begun.append((time.perf_counter(), place_of_stack()))
             report(event(args, begun[-1][1]), before=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -15,9 +20,10 @@ import fxwarm
 from fxwarm import artifacts, family, monitor, receipts, runtime, store, warmup
 from fxwarm.backend import fxwarm as backend
 from fxwarm.exc import JitError, OptionError
-from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
+from fxwarm.families.deep_gemm.cache import Roots
 from fxwarm.families.deep_gemm.watch import watch as watch_deep_gemm
-from fxwarm.monitor import guards, watchers
+from fxwarm.monitor import guards, misses, notify, watchers
+from fxwarm.monitor.event import UNSURE, JitEvent
 from fxwarm.monitor.files import FolderWatch
 from fxwarm.records import CompileKey, Planned, WarmPlan
 from tests import toy_family
@@ -40,7 +46,7 @@ def toy(fresh, monkeypatch, compiled_once):
         toy_family.events,
         warmup._resident,
         artifacts.pending,
-        guards._ran,
+        misses.ran,
     ):
         kept.clear()
     yield fresh
@@ -151,21 +157,89 @@ def test_a_new_graph_at_batch_one_is_a_stall_and_raise_stops_it():
     compiled(torch.randn(1, 8))  # and nothing is broken by it
 
 
+class Graph(torch.cuda.CUDAGraph):
+    """torch's graph as far as a machine without a GPU has it: what begins and ends a capture goes through its methods."""
+
+    def __new__(cls) -> Graph:
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """A capture that is open as far as fxwarm can see: torch's own begin and end need a GPU, see tests/gpu/capture.py."""
+    for name in ("capture_begin", "capture_end"):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda self: None, raising=False)
+
+    @contextlib.contextmanager
+    def opened():
+        graph = Graph()
+        graph.capture_begin()
+        monkeypatch.setattr(runtime, "is_capturing", lambda: True)
+        try:
+            yield
+        finally:
+            monkeypatch.setattr(runtime, "is_capturing", lambda: False)
+            graph.capture_end()
+
+    return opened
+
+
 @torch.no_grad()
-def test_during_a_capture_it_is_the_worst_class_and_told_before_the_library_is_called(monkeypatch):
+@pytest.mark.parametrize("mode", ["count", "warn"])
+def test_during_a_capture_it_is_the_worst_class_and_told_before_the_library_is_called(
+    monkeypatch, capture, mode
+):
     """deepseek-ai/DeepGEMM#443"""
     make_warm()
-    monkeypatch.setattr(runtime, "is_capturing", lambda: True)
     told = []
     monkeypatch.setattr(
         toy_family, "get_kernel", lambda name: told.append(list(seen._events.values())) or 1 / 0
     )
-    with fxwarm.no_jit("count") as seen, pytest.raises(ZeroDivisionError):
-        unplanned()
+    with fxwarm.no_jit(mode) as seen:
+        assert not guards._installed
+        with capture():
+            assert guards._installed
+            with pytest.raises(ZeroDivisionError):
+                unplanned()
+        assert not guards._installed, "a capture is looked at, its replays and all else are not"
     ((event,),) = told
     assert event.capturing
     assert event.severity == 3
+    assert (event.op, event.key.template) == ("scale", ("4", "other"))
     assert "during a graph capture" in str(event)
+
+
+@torch.no_grad()
+def test_a_planned_call_in_a_capture_gives_no_event(capture):
+    compiled = make_warm(max_size=64)
+    with fxwarm.no_jit("raise", calls=False) as seen, capture():
+        for rows in (2, 4, 8, 16, 32, 64):
+            compiled(torch.randn(rows, 8))
+    assert not seen
+
+
+@torch.no_grad()
+def test_raise_stops_what_falls_into_a_capture_also_where_no_call_is_looked_at(capture):
+    make_warm()
+    toy_family.events.clear()
+    words = "during a graph capture"
+    with pytest.raises(JitError, match=words), fxwarm.no_jit("raise", calls=False), capture():
+        unplanned()
+    assert toy_family.events == []
+
+
+@torch.no_grad()
+def test_a_load_seen_from_another_thread_knows_that_this_one_captures(monkeypatch, capture):
+    """Where no guard could be put before an op, its files still tell, and no CUDA is asked from the other thread."""
+    monkeypatch.setattr(guards, "install", lambda around: None)
+    make_warm()
+    with fxwarm.no_jit("count") as seen, capture():
+        unplanned()
+        watchers.drain()
+    assert [(e.op, e.capturing) for e in seen] == [("scale", True)]
 
 
 @torch.no_grad()
@@ -188,36 +262,76 @@ def test_another_model_may_compile_while_the_process_is_watched():
 
 
 @torch.no_grad()
-def test_counting_the_process_puts_nothing_in_front_of_the_ops():
-    make_warm(monitor="count")
+@pytest.mark.parametrize("options", [{"monitor": "count"}, {"monitor": "warn"}, {"learn": True}])
+def test_watching_the_process_puts_nothing_in_front_of_the_ops(options):
+    make_warm(**options)
     assert monitor.session._active
-    assert not guards._installed
+    for mode in ("count", "warn"):
+        with fxwarm.no_jit(mode):
+            assert not guards._installed
 
 
+@pytest.mark.parametrize("how", ["no_jit", "the process"])
+@pytest.mark.parametrize(
+    "start", ["again", "with nothing left but what was learned", "an artifact"]
+)
 @torch.no_grad()
-def test_learn_makes_the_next_start_cover_it(toy):
-    compiled = make_warm(max_size=15)
-    with fxwarm.no_jit("count", learn=True) as seen:
+def test_learn_makes_the_next_start_cover_it(toy, how, start):
+    learn = how == "the process"
+    compiled = make_warm(max_size=15, learn=learn)
+    saved = artifacts.pending[0].pack()
+    with fxwarm.no_jit("count", learn=not learn) as seen:
         compiled(torch.randn(16, 8))
     assert ("toy", "build") in seen.counts
+    assert learn == bool(fxwarm.events())
+    key = CompileKey("toy", "scale", ("8", "mult16"))
     plan = fxwarm.plans()[0]
-    path = store.path_of(toy / "fxwarm", receipts.warm_key(plan), "plan")
-    assert CompileKey("toy", "scale", ("8", "mult16")) in WarmPlan.from_json(path.read_bytes()).keys
-    for kept in (toy_family._loaded, warmup._resident, artifacts.pending, guards._ran):
+    path = store.path_of(toy / "fxwarm", receipts.warm_key(plan), "learned")
+    assert WarmPlan.from_json(path.read_bytes()).keys == (key,)
+    monitor.stop_process()
+    for kept in (toy_family._loaded, warmup._resident, artifacts.pending, misses.ran):
         kept.clear()
-    torch._dynamo.reset()
-    make_warm(max_size=15)
+    if start == "an artifact":  # which was saved before anything was learned
+        artifacts.WarmCallable.unpack(artifacts.never_called, saved).make_warm()
+    else:
+        if start != "again":
+            shutil.rmtree(toy / "toy")
+            path.with_name("receipt.json").unlink()
+            path.with_name("plan.json").unlink()
+        torch._dynamo.reset()
+        make_warm(max_size=15)
     assert "scale_8_mult16" in toy_family._loaded
+    assert fxwarm.reports()[-1].status == "complete"
+
+
+def default_tactic(tokens: int, width: int) -> None:
+    """What the tuned library does only where its table has no entry."""
+
+
+@torch.library.custom_op("toy::tuned", mutates_args=())
+def tuned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    tokens, width = x.shape
+    if (1 << (tokens - 1).bit_length(), width) not in TUNED:
+        default_tactic(tokens, width)
+    return x * w
 
 
 class Tuned(Toy):
-    """Tokens by powers of two, width matched exactly: another width always misses."""
+    """Tokens by powers of two, width matched exactly: another width always misses, and the library is silent."""
+
+    name = "tuned"
+
+    def match(self, op):
+        if op.name == "tuned":
+            yield op.call(self.name, "tuned", {"x": op.arguments["x"], "w": op.arguments["w"]})
 
     def keys(self, calls, target, library):
         for call in calls:
             tokens, width = (int(d) for d in call["x"].dims)
             bucket = 1 << (tokens - 1).bit_length()
-            yield Planned(CompileKey("toy", "scale", (f"tokens={bucket}", f"width={width}")), call)
+            yield Planned(
+                CompileKey("tuned", "tuned", (f"tokens={bucket}", f"width={width}")), call
+            )
 
     def falls_back(self, key):
         return True
@@ -225,77 +339,200 @@ class Tuned(Toy):
     def missing(self, planned, target):
         return []
 
+    def watch(self, report):
+        module, original = sys.modules[__name__], default_tactic
+
+        def missed(tokens, width):
+            report(JitEvent("tuned", "fallback", "tuned"), before=True)
+            report(JitEvent("tuned", "fallback", "tuned"))
+            return original(tokens, width)
+
+        module.default_tactic = missed
+        return lambda: setattr(module, "default_tactic", original)
+
 
 @torch.no_grad()
-def test_an_axis_that_is_matched_exactly_shows_as_fallbacks_that_name_it(monkeypatch):
+@pytest.mark.parametrize("calls", [False, True])
+def test_an_axis_that_is_matched_exactly_shows_as_fallbacks_that_name_it(monkeypatch, calls):
     """flashinfer-ai/flashinfer#4598"""
-    family.register(Tuned, replace=True)
-    keys = {CompileKey("toy", "scale", (f"tokens={t}", f"width={w}")) for t, w in TUNED}
+    family.register(Tuned)
+    keys = {CompileKey("tuned", "tuned", (f"tokens={t}", f"width={w}")) for t, w in TUNED}
     warmup._resident.update(("cpu", key) for key in keys)
-    served = ((8, 128), (8, 256), (64, 2048))
-    with fxwarm.no_jit("count") as seen:
-        for tokens, width in served:
-            assert torch.equal(unplanned(tokens, width), torch.full((tokens, width), 2.0))
-    assert seen.counts == {("toy", "fallback"): 2}
-    assert [e.key.template[1] for e in seen] == ["width=256", "width=2048"]
-    guards._ran.clear()
-    warmup._resident.update(("cpu", e.key) for e in list(seen))
-    with fxwarm.no_jit("count") as seen:
-        for tokens, width in served:
-            unplanned(tokens, width)
-    assert seen.count == 0
+
+    def serve():
+        for tokens, width in ((8, 128), (8, 256), (64, 2048)):
+            x, w = torch.ones(tokens, width), torch.full((width,), 2.0)
+            assert torch.equal(torch.ops.toy.tuned(x, w), torch.full((tokens, width), 2.0))
+
+    try:
+        with fxwarm.no_jit("count", calls=calls) as seen:
+            serve()
+        assert seen.counts == {("tuned", "fallback"): 2}
+        assert [e.key.template[1] for e in seen] == ["width=256", "width=2048"]
+        assert "x=float32[8, 256]" in seen[0].shape
+        misses.ran.clear()
+        with pytest.raises(JitError, match="width=256"), fxwarm.no_jit("raise", calls=calls):
+            serve()
+        added = {(8, 256), (64, 2048)}
+        monkeypatch.setattr(sys.modules[__name__], "TUNED", TUNED | added)
+        with fxwarm.no_jit("count", calls=calls) as seen:
+            warmup._resident.update(
+                ("cpu", CompileKey("tuned", "tuned", (f"tokens={t}", f"width={w}")))
+                for t, w in added
+            )
+            serve()
+        assert seen.count == 0
+    finally:
+        family.unregister("tuned")
 
 
-def entry(root, name="kernel.smxx_clean_logits.0123456789abcdef0123456789abcdef"):
-    folder = root / "cache" / name
-    temporary = root / "tmp"
-    temporary.mkdir(parents=True, exist_ok=True)
-    (temporary / CODE).write_text("// nothing")
-    (temporary / CUBIN).write_bytes(b"x")
-    folder.parent.mkdir(exist_ok=True)
-    temporary.rename(folder)
-    return folder
+NAME = "kernel.smxx_clean_logits.0123456789abcdef0123456789abcdef"
+LIBRARY = """
+import os, sys, pathlib, time
+root, name, what = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if what == "build":
+    work = root / "tmp" / f"{os.getpid()}-1-2-3"
+    work.mkdir(parents=True)
+    (work / "kernel.cu").write_text("// nothing")
+    time.sleep(0.05)
+    (work / "kernel.cubin").write_bytes(b"x")
+    (root / "cache").mkdir(exist_ok=True)
+    work.rename(root / "cache" / name)
+else:
+    (root / "cache" / name / "kernel.cubin").read_bytes()
+"""
 
 
-def test_deep_gemm_builds_and_first_loads_are_seen_by_its_files(tmp_path):
+def deep_gemm(root, what, name=NAME):
+    """Do with a cache what DeepGEMM's C++ does, in this process."""
+    sys_argv, sys.argv = sys.argv, ["", str(root), name, what]
+    try:
+        exec(LIBRARY, {})
+    finally:
+        sys.argv = sys_argv
+    return root / "cache" / name
+
+
+@pytest.fixture(params=["fanotify", "inotify"])
+def notifier(request, monkeypatch):
+    """Each of the two ways in which the system tells of files."""
+    kinds = {"fanotify": notify.Fanotify, "inotify": notify.Inotify}
+    try:
+        kinds[request.param]().close()
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    if request.param == "inotify":
+        monkeypatch.setattr(notify, "Fanotify", notify.Inotify)
+    return request.param
+
+
+def heard(root):
+    """Watch a DeepGEMM cache; return what is told, and what ends it."""
     events = []
-    stop = watch_deep_gemm(Roots("A", tmp_path), lambda e, **kw: events.append(e.kind))
-    folder = entry(tmp_path)
-    watchers.drain()
-    assert events == ["build"]
-    stop()
-    events.clear()
-    stop = watch_deep_gemm(
-        Roots("A", tmp_path), lambda e, **kw: events.append((e.kind, folder.name in e.shape))
-    )
-    (folder / CUBIN).read_bytes()
-    watchers.drain()
-    stop()
-    assert ("load", True) in events
+    stop = watch_deep_gemm(Roots("A", root), lambda e, moment: events.append((e, moment)))
+    return events, stop
 
 
-def test_without_inotify_new_entries_are_still_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("fxwarm.monitor.files._open_inotify", lambda: -1)
+def test_deep_gemm_builds_are_seen_by_its_files_and_timed_by_them(tmp_path, notifier):
+    events, stop = heard(tmp_path)
+    deep_gemm(tmp_path, "build")
+    watchers.drain()
+    stop()
+    ((event, moment),) = events
+    assert (event.library, event.kind, event.op) == ("deep_gemm", "build", "smxx_clean_logits")
+    assert 0.04 < event.seconds < 30, "from its source to its cubin"
+    assert moment.mine is True
+    assert threading.main_thread().ident in [s.thread for s in moment.sights]
+
+
+def test_deep_gemm_first_loads_are_seen_by_its_files(tmp_path, notifier):
+    deep_gemm(tmp_path, "build")
+    events, stop = heard(tmp_path)
+    deep_gemm(tmp_path, "load")
+    watchers.drain()
+    stop()
+    assert [(e.kind, m.mine) for e, m in events] == [
+        ("load", True if notifier == "fanotify" else None)
+    ]
+
+
+@pytest.mark.parametrize("what", ["build", "load"])
+def test_what_another_process_does_to_a_shared_cache_is_not_ours(tmp_path, notifier, what):
+    if what == "load":
+        deep_gemm(tmp_path, "build")
+    with fxwarm.no_jit("count") as seen:
+        stop = watch_deep_gemm(Roots("A", tmp_path), monitor.report)
+        subprocess.run([sys.executable, "-c", LIBRARY, str(tmp_path), NAME, what], check=True)
+        watchers.drain()
+        stop()
+    if notifier == "inotify" and what == "load":  # which nobody can tell: it is said so
+        assert [e.whose for e in seen] == [UNSURE]
+        assert "by this process or another" in str(seen[0])
+    else:
+        assert not seen
+
+
+def test_a_forked_child_hears_of_its_own_work_and_its_parent_does_not(tmp_path, notifier):
+    with fxwarm.no_jit("count") as seen:
+        stop = watch_deep_gemm(Roots("A", tmp_path), monitor.report)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                deep_gemm(tmp_path, "build")
+                os._exit(0 if [e.kind for e in seen] == ["build"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert not seen
+        stop()
+
+
+def test_without_any_notices_new_entries_are_still_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(notify, "open_notifier", lambda folder: None)
     told = []
-    watch = FolderWatch([tmp_path / "cache"], lambda entry, file: told.append((entry.name, file)))
-    folder = entry(tmp_path)
+    watch = FolderWatch(
+        [tmp_path / "cache"], lambda entry, file, _: told.append((entry.name, file))
+    )
+    deep_gemm(tmp_path, "build")
     watch.drain()
     watch.drain()
-    assert told == [(folder.name, "")]
+    watch.stop()
+    assert told == [(NAME, "")]
     assert not watch.sees_opens
+    events, stop = heard(tmp_path)
+    deep_gemm(tmp_path, "build", NAME.replace("0", "f"))
+    watchers.drain()
+    stop()
+    assert [m.mine for _, m in events] == [None]
 
 
-def test_what_a_warmup_does_to_the_cache_is_no_event(tmp_path):
-    with fxwarm.no_jit("count", calls=False) as seen:
+def test_what_a_warmup_does_to_the_cache_is_no_event(tmp_path, notifier):
+    with fxwarm.no_jit("count") as seen:
         stop = watch_deep_gemm(Roots("A", tmp_path), monitor.report)
         warmup._at_work.add("a warmup")
         try:
-            entry(tmp_path)
+            deep_gemm(tmp_path, "build")
             watchers.drain()
         finally:
             warmup._at_work.clear()
         stop()
     assert not seen
+
+
+def test_a_thread_of_a_server_is_found_by_its_call(notifier):
+    """The call is told from the stack of the thread that makes it, whatever the others do."""
+    make_warm()
+
+    def request():
+        with torch.no_grad():
+            unplanned(35)
+
+    with fxwarm.no_jit("count") as seen:
+        thread = threading.Thread(target=request)
+        thread.start()
+        thread.join()
+    assert [e.shape for e in seen] == ["x=float32[35, 4], w=float32[4]"]
+    assert "in unplanned" in seen[0].place
 
 
 def test_triton_is_watched_by_its_hooks_and_others_hooks_still_run(monkeypatch):
@@ -322,6 +559,27 @@ def test_triton_is_watched_by_its_hooks_and_others_hooks_still_run(monkeypatch):
     assert runtime.jit_post_compile_hook is None
     with pytest.raises(JitError, match="triton build"), fxwarm.no_jit("raise"):
         runtime.jit_cache_hook(**given)
+
+
+def test_cute_compiles_are_named_timed_and_stopped(monkeypatch):
+    """With the real CuTe DSL, which compiles without a GPU where the architecture is named."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cute = pytest.importorskip("cutlass.cute")
+    from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
+
+    from tests.cute_toy import launch
+
+    before = CutlassBaseDSL.compile_and_cache
+    with fxwarm.no_jit("count") as seen:
+        cute.compile(launch, 3)
+    (event,) = seen
+    assert (event.library, event.kind) == ("cute", "build")
+    assert "launch" in event.op
+    assert event.seconds > 0
+    assert "test_monitor.py" in event.place
+    with pytest.raises(JitError, match="cute build"), fxwarm.no_jit("raise"):
+        cute.compile(launch, 4)
+    assert CutlassBaseDSL.compile_and_cache is before
 
 
 def test_tilelang_is_stopped_before_it_compiles():

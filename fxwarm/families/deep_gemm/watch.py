@@ -1,24 +1,29 @@
 """DeepGEMM after warmup, seen through its cache: a new entry is a build, an opened cubin a first load.
 
-Its C++ side has no hook, and this costs its calls nothing. What it cannot see: which process did it, where several
-share a cache, and the call that asked; an entry that appears and is loaded in one go is one build. Fxwarm's own
-looks at the cache open files too, so whatever is opened while a warmup works, or just after, does not count.
+Its C++ side has no hook, and this costs its calls nothing. Which call it was is read from the stack of the thread that
+is in it at that moment: a compile takes seconds, and compile and load run without the GIL (sgl-deep-gemm, tokenspeed
+2.8.2; upstream's pybind build holds it, and its short loads may be over before anybody looks). An entry that appears
+and is loaded in one go is one build.
+
+Others may share the cache. Where the system does not say who did it, generation A's own folder for a compile does,
+``tmp/<pid>-<random>``; what came from elsewhere than ``tmp`` a warmup published.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fxwarm.families.deep_gemm import presence
 from fxwarm.families.deep_gemm.cache import CODE, CUBIN, Roots
 from fxwarm.families.deep_gemm.match import FAMILY
 from fxwarm.families.deep_gemm.source import tag_of
 from fxwarm.monitor.event import JitEvent, Kind
-from fxwarm.monitor.files import FolderWatch
-from fxwarm.monitor.watchers import on_drain
+from fxwarm.monitor.files import seconds_of, watch_cache
+from fxwarm.monitor.notify import Notice
 
 __all__ = ["watch"]
 
@@ -29,32 +34,34 @@ _WAIT = 2.0
 def watch(roots: Roots, report: Callable[..., None]) -> Callable[[], None]:
     """Report builds and first loads from ``roots`` until the function that is returned is called."""
 
-    def told(entry: Path, file: str) -> None:
-        if file not in ("", CUBIN):
-            return
+    def describe(entry: Path, kind: Kind) -> JitEvent | None:
         try:
+            if entry.parent.name != "cache":
+                return None
             tag = tag_of(entry.name)
         except ValueError:
-            return
-        key = _key(entry, 0.0 if file else _WAIT)
-        kind: Kind = "load" if file else "build"
-        report(
-            JitEvent(FAMILY, kind, tag, key=key, shape=f"an unknown call ({entry.name})"),
-            outside=True,
-        )
+            return None
+        end = time.monotonic() + (_WAIT if kind == "build" else 0)
+        while not (entry / CODE).is_file() and time.monotonic() < end:
+            time.sleep(0.01)
+        key = presence.key_of_entry(entry.name, entry)
+        seconds = seconds_of(entry / CODE, entry / CUBIN) if kind == "build" else 0.0
+        return JitEvent(FAMILY, kind, tag, key=key, seconds=seconds)
 
-    files = FolderWatch([root / "cache" for root in roots.all], told)
-    forget = on_drain(files.drain)
+    def is_mine(notice: Notice) -> bool | None:
+        if notice.mine is not None or notice.source is None:
+            return notice.mine
+        if not notice.source:
+            return False
+        return notice.source.startswith(f"{os.getpid()}-") if roots.generation == "A" else None
 
-    def stop() -> None:
-        forget()
-        files.stop()
-
-    return stop
-
-
-def _key(entry: Path, wait: float) -> Any:
-    end = time.monotonic() + wait
-    while not (entry / CODE).is_file() and time.monotonic() < end:
-        time.sleep(0.01)
-    return presence.key_of_entry(entry.name, entry)
+    with contextlib.suppress(OSError):  # it may be read-only
+        (roots.write / "tmp").mkdir(parents=True, exist_ok=True)
+    return watch_cache(
+        [root / "cache" for root in roots.all],
+        CUBIN,
+        describe,
+        report,
+        beside=[roots.write / "tmp"],
+        is_mine=is_mine,
+    )
