@@ -25,6 +25,7 @@ _PLACES = (  # module, its variable, folder below the root, what it takes below 
     ("tilelang", "TILELANG_CACHE_DIR", "tilelang", ".tilelang"),
     ("", "FXWARM_CACHE_DIR", "fxwarm", ""),
 )
+_told: set[Path] = set()
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p")
 
 
@@ -70,7 +71,7 @@ def apply(root: str = "", environ: MutableMapping[str, str] = os.environ) -> dic
 
 
 def warn_if_remote(folder: Path, mounts: str = "/proc/mounts") -> bool:
-    """Return whether ``folder`` lies on a network disk; if so say it: locks and renames fail there in odd ways."""
+    """Return whether ``folder`` lies on a network disk; if so say it once: locks and renames fail there in odd ways."""
     try:
         lines = [line.split()[1:3] for line in Path(mounts).read_text().splitlines()]
     except OSError:  # not Linux
@@ -83,12 +84,26 @@ def warn_if_remote(folder: Path, mounts: str = "/proc/mounts") -> bool:
     kind = max(above, key=lambda pair: len(pair[0]), default=("", ""))[1]
     if kind not in _REMOTE:
         return False
-    log.warning(
-        "fxwarm: the cache %s is on a network disk (%s); a local folder is faster and safer",
-        folder,
-        kind,
-    )
+    if not _told & {folder, *folder.parents}:
+        _told.add(folder)
+        log.warning(
+            "fxwarm: the cache %s is on a network disk (%s); a local folder is faster and safer: set %s",
+            folder,
+            kind,
+            SETTING,
+        )
     return True
+
+
+def in_use(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the folders of the libraries' caches that are there now, wherever each was put."""
+    home = environ.get("HOME", "")
+    found = [
+        Path(environ[variable]) if environ.get(variable) else Path(home, below_home)
+        for module, variable, _, below_home in _PLACES
+        if module and (environ.get(variable) or home)
+    ]
+    return [folder for folder in found if folder.is_dir()]
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:

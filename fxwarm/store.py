@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
+from fxwarm import roots
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -105,6 +107,8 @@ def _beside_inductor() -> str:
 @functools.lru_cache(maxsize=8)
 def _root(wanted: str) -> Path:
     folder = Path(wanted)
+    for place in (folder.absolute(), *roots.in_use()):
+        roots.warn_if_remote(place)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & stat.S_IWOTH:

@@ -7,13 +7,14 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from fxwarm import artifacts, family, options, receipts, roots, store, warmup
+from fxwarm import api, artifacts, family, options, receipts, roots, store, warmup
 from fxwarm.records import CompileKey, Library, Target, Tuned, WarmPlan, WarmReport
 from fxwarm.warmup import Warmup
 from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
@@ -103,6 +104,19 @@ def test_the_next_start_asks_and_builds_nothing_and_loads_everything(asked):
     report = start()
     assert counts(report) == (0, 6) and len(asked) == 1
     assert report.status == "complete" and len(report.found) == 6
+
+
+def test_a_plan_by_hand_asks_nothing_where_a_receipt_holds(asked, monkeypatch):
+    monkeypatch.setattr(Target, "current", lambda device=None: CPU)
+    assert not receipts.knows(SIX, options.resolve({}))
+    made = api.plan(SIX)
+    api.warm(made)
+    assert len(asked) == 1 and receipts.knows(SIX, options.resolve({}))
+    end_process()
+    assert api.plan(SIX) == made and len(asked) == 1
+    assert not receipts.knows(FIVE, options.resolve({}))
+    assert len(api.plan(FIVE)) and len(asked) == 2
+    assert len(api.plan(SIX, CPU)) == 6 and len(asked) == 3, "a named target is always planned for"
 
 
 def test_a_believed_receipt_is_not_written_again():
@@ -344,16 +358,34 @@ def test_D5_faults_of_a_network_disk_are_misses(fault, monkeypatch, caplog):
 
 
 @case("D5")
-def test_D5_a_root_on_a_network_disk_is_named_once(tmp_path, caplog):
+def test_D5_a_root_on_a_network_disk_is_named_once(tmp_path, monkeypatch, caplog):
+    """Whether a setting chose it, Inductor's cache lies there, or a library's default below HOME does."""
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/net nfs4 rw 0 0\n")
-    assert roots.warn_if_remote(tmp_path / "net" / "kernels", str(mounts))
-    assert f"{tmp_path}/net/kernels is on a network disk (nfs4)" in caplog.text
-    assert not roots.warn_if_remote(tmp_path / "local", str(mounts))
-    assert (
-        "torchinductor" in store._beside_inductor()
-        or os.environ["TORCHINDUCTOR_CACHE_DIR"] in store._beside_inductor()
-    )
+    original = roots.warn_if_remote
+    monkeypatch.setattr(roots, "warn_if_remote", lambda folder: original(folder, str(mounts)))
+    monkeypatch.setattr(roots, "_told", set())
+    ours, theirs = tmp_path / "net" / "inductor", tmp_path / "net" / ".deep_gemm"
+    theirs.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(theirs.parent))
+    monkeypatch.delenv("DG_JIT_CACHE_DIR")
+    for _ in range(2):
+        store._root.cache_clear()
+        store.root(str(ours))
+    for folder in (ours, theirs):
+        line = f"{folder} is on a network disk (nfs4); a local folder is faster and safer"
+        assert caplog.text.count(line) == 1
+    assert not roots.warn_if_remote(tmp_path / "local")
+    caplog.clear()
+    roots.apply(str(ours), {})
+    assert "is on a network disk" not in caplog.text, "it was said"
+
+
+@case("D5")
+def test_D5_the_default_root_is_inductors_which_is_local(monkeypatch):
+    assert store._beside_inductor() == os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxwarm")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert Path(store._beside_inductor()).is_relative_to(tempfile.gettempdir())
 
 
 @case("D7")
@@ -484,10 +516,12 @@ def test_D15_the_architecture_is_part_of_the_key_and_an_unknown_one_is_a_gap():
 
 @case("D17")
 def test_D17_tactics_of_another_card_are_never_read_nor_overwritten(tmp_path, monkeypatch):
+    """Stamps inside a file: ``families/flashinfer/test_stamps.py``, with the library's own reader."""
     from fxwarm.families.flashinfer import cache
     from fxwarm.records import Planned
 
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    start()
     planned = [Planned(CompileKey("flashinfer", "bmm_fp8", ("64",)))]
     h100, h200 = (
         cache.tactics_path(planned, "sm_90a", card) for card in ("NVIDIA H100", "NVIDIA H200")
@@ -500,6 +534,7 @@ def test_D17_tactics_of_another_card_are_never_read_nor_overwritten(tmp_path, mo
     assert cache.tactics_path(planned, "sm_90a", "NVIDIA H100") != h100, (
         "another version has another file"
     )
+    assert counts(start()) == (0, 6), "receipts of kernels that need no tactic stay valid"
 
 
 @case("D2")
