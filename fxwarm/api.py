@@ -20,16 +20,21 @@ def plan(
 
     ``libraries`` names builds to plan for, ``{"sgl-deep-gemm": "0.1.2"}``: a distribution and its full version. The
     default is what is installed, else the newest build that a family knows. For a named target or build the kernels
-    are modelled; for this machine's own device the installed library is asked. ``options`` are ``max_keys`` and so on.
+    are modelled; for this machine's own device the installed library is asked, unless an earlier process did so and its
+    receipt still holds. ``options`` are ``max_keys`` and so on.
 
     Raises UnknownTargetError or LibraryError, each with what is known.
     """
+    from fxwarm import receipts
     from fxwarm.planner import make_plan
+    from fxwarm.warmup import Warmup
 
     settings = resolve(options)
-    here = target is None
+    ask = target is None and not libraries
     target = Target.current() if target is None else target
-    ask = here and not libraries and target.device == "cuda"
+    known = receipts.stored_plan(Warmup(shapes, settings, target=target)) if ask else None
+    if known is not None:
+        return known
     return make_plan(shapes, target, libraries, ask=ask, max_keys=settings.max_keys)
 
 

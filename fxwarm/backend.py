@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fxwarm import graph_key, planner, substitute, symbolic
+from fxwarm import graph_key, planner, receipts, substitute, symbolic
 from fxwarm.after import AfterDynamo
 from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_called
 from fxwarm.family import inputs_of, keep_weights, load_families
@@ -58,9 +58,10 @@ def fxwarm(
     device = device_of(example_inputs)
     target = Target.current(device)
     if collected.shapes.calls:
-        # Only a head start: what is wrong shows when it is asked.
+        # Only a head start: what is wrong shows when it is asked, and where a receipt is, nothing will be.
         with contextlib.suppress(Exception):
-            planner.prepare(collected.shapes, target)
+            if not receipts.knows(collected.shapes, settings):
+                planner.prepare(collected.shapes, target)
         weights = inputs_of(bound)
         symbolic.retrace_if_static(gm, example_inputs, weights, settings.symbolic)
         fixed = symbolic.settle(gm, example_inputs, weights)
