@@ -23,6 +23,9 @@ VLLM = "vllm.model_executor.kernels.mhc.tilelang_kernels:"
 SMALL = 32
 """Tokens up to which vLLM 0.33 folds post and the GEMM into one kernel on Hopper."""
 
+OVERLAPPED = 16
+"""Tokens up to which vLLM 0.33 computes the input and the coefficients on two streams, on Blackwell only."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Use:
@@ -165,6 +168,12 @@ def _vllm(
     if call.op == "mhc_fused_post_pre":
         yield dataclasses.replace(post, lower=first)
     yield Use(VLLM + name, {**statics, "n_splits": splits}, tokens, lower=first)
+    if call.attr("norm") and call.attr("delayed") and target.arch.startswith("sm_100"):
+        # The coefficients on a stream of their own, beside the input; no auxiliary output in these modes.
+        apart = {n: value for n, value in statics.items() if n != "write_aux"}
+        for mode in ("input", "stats"):
+            split = {**apart, "n_splits": splits, "split_mode": mode}
+            yield Use(VLLM + name, split, tokens, upper=OVERLAPPED)
     if call.attr("norm") and call.attr("delayed"):
         yield Unknown(
             "vLLM holds these kernels itself (MHC_PRE_NORM_KERNEL): they are built, but its first call of each "

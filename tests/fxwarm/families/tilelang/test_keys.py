@@ -133,6 +133,19 @@ def test_the_fused_post_and_pre_needs_its_extra_splits():
     assert {statics_of(p.key).get("n_splits") for p in odd} == {2}  # 5376 = 42 * 128
 
 
+@pytest.mark.parametrize("op", ["mhc_pre", "mhc_fused_post_pre"])
+def test_the_split_modes_of_a_decode_on_two_streams_are_keys_of_their_own(op):
+    given = {"rule": "mhc_bucketed", "delayed": True, "use_pre_mix_in": True, "norm": True}
+    call = pre(5120, 8192, op=op, origin="vllm", norm_eps=EPS, write_aux=True, **given)
+    for name, wanted in (("h200", set()), ("b200", {"input", "stats"})):
+        keys = [statics_of(p.key) for p in planned(call, target=Target.named(name))]
+        split = [k for k in keys if "split_mode" in k]
+        assert {k["split_mode"] for k in split} == wanted
+        assert {k["n_splits"] for k in split} == ({16} if wanted else set()), "16 tokens at most"
+        assert not any("write_aux" in k for k in split)
+        assert {k["n_splits"] for k in keys if k.get("write_aux")} >= {1, 4, 16}
+
+
 def test_what_is_not_known_is_a_gap():
     held = gaps(
         pre(4096, 64, origin="vllm", delayed=True, use_pre_mix_in=True, norm=True, norm_eps=EPS)
