@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fxwarm import exc
-from fxwarm.family import KernelFamily
+from fxwarm.family import KernelFamily, builds
 from fxwarm.options import Options
 from fxwarm.records import Built, CompileKey, Loaded, Planned, Target
 
@@ -64,7 +64,8 @@ class Stream:
     def put(self, planned: Planned) -> None:
         """Build ``planned``, unless it is there."""
         if self.family.missing([planned], self.target):
-            self._queue.put(planned)
+            for wanted in builds(self.family, [planned]):
+                self._queue.put(wanted)
         else:
             self._found(planned.key)
 

@@ -44,11 +44,17 @@ class KernelFamily(Protocol):
         Exact: ask the library itself, in a process of its own.
     ``build(planned, target, jobs) -> Iterable[Built]``
         Put kernels into the library's disk cache, in parallel, launching nothing. Yields as they finish.
+    ``builds(key) -> bool``
+        Whether ``build`` makes this key at all; every one by default. The others are only tuned, or loaded.
+    ``patience(key, jobs) -> float``
+        Seconds that its build may take, where that can be more than ``fxwarm.build_timeout``.
     ``tune(planned, bind) -> Iterable[Tuned]``
         For autotuned libraries: fill the tuning table.
     ``tune(planned, bind, reduce=None)`` and ``tactics(planned) -> Mapping[CompileKey, str]``
         To tune together with other ranks. ``tactics`` is what the table holds. With ``reduce``, measure all of
         ``planned`` whatever it holds, call ``reduce`` once with {key: {tactic: seconds}} and store its {key: tactic}.
+    ``common(key) -> CompileKey``
+        What ranks call a key that differs between them in the rank alone; the key itself by default.
     ``folder(target) -> Path``
         Where ``build`` puts kernels: ranks that see the same folder share the work. Default: one folder a host.
     ``fit(planned, target) -> Mapping[CompileKey, KernelCall | str]``
@@ -186,6 +192,14 @@ def by_family(planned: Iterable[Planned]) -> list[tuple[KernelFamily, list[Plann
     return [(families[name], group) for name, group in groups.items() if group and name in families]
 
 
+def builds(family: KernelFamily, planned: Iterable[Planned]) -> list[Planned]:
+    """Return those of ``planned`` that ``family`` builds ahead: the others are tuned, or made by the first call."""
+    if not hasattr(family, "build"):
+        return []
+    wanted = getattr(family, "builds", None)
+    return [p for p in planned if wanted is None or wanted(p.key)]
+
+
 def not_installed(plan: WarmPlan) -> str:
     """Return a note that lists the kernel libraries which this machine lacks and the plan does not name."""
     names = {library.distribution for library in plan.libraries}
@@ -220,6 +234,7 @@ __all__ = [
     "KernelFamily",
     "Loaded",
     "Tuned",
+    "builds",
     "by_family",
     "check",
     "get_family",

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from fxwarm import exc, options, receipts
+from fxwarm import captures, exc, options, receipts
 from fxwarm.builds import Beside, Stream, each, jobs
-from fxwarm.family import Bind, KernelFamily, by_family, not_installed
+from fxwarm.family import Bind, KernelFamily, by_family, load_families, not_installed
+from fxwarm.family import builds as family_builds
 from fxwarm.options import Options, resolve
 from fxwarm.planner import every_size, make_plan
 from fxwarm.progress import Progress
@@ -39,6 +40,9 @@ _at_work: set[object] = set()
 """The warmups that plan, build or load at this moment, in whatever thread."""
 _load_lock = threading.RLock()
 """The libraries' own maps have no locks: one thread loads at a time."""
+
+
+captures.closed_by(lambda: _load_lock)
 
 
 def no_weights(call: KernelCall) -> None:
@@ -117,6 +121,7 @@ class Warmup:
             if self._thread is not None or self.report is not None:
                 return
             self.settle(())
+            captures.install()
             self.graph_key = graph_key or self.graph_key
             self._thread = threading.Thread(target=self._prepare, name="fxwarm-build", daemon=True)
             self._thread.start()
@@ -124,11 +129,14 @@ class Warmup:
     def finish(self, bind: Bind = no_weights) -> WarmReport:
         """Wait for the builds, then tune, load and verify; return the report. Synchronous on the device.
 
-        Raises IncompleteError if ``strict`` is set and something could not be warmed.
+        Waits for graph captures of other threads. Raises ColdCaptureError while this thread captures: it may be called
+        again afterwards. Raises IncompleteError if ``strict`` is set and something could not be warmed.
         """
         with self._lock:
             if self.report is None:
                 begin = time.perf_counter()
+                captures.refuse("this warmup")
+                captures.wait()
                 self.start()
                 self.wait()
                 if not self._prepared and self._error is None and not self._gave_up:
@@ -152,7 +160,10 @@ class Warmup:
         """Go on without the compiles that outlasted their limit: a family should end them, and this one did not."""
         limit = 1.25 * self.options.build_timeout + 1
         stuck = dict(self._pending)
-        if stuck and time.monotonic() - max(stuck.values()) > limit:
+        silent = time.monotonic() - max(stuck.values()) if stuck else 0.0
+        if silent > limit:
+            limit = max(limit, *(1.25 * _patience(key, self.options) for key in stuck))
+        if silent > limit:
             self._gave_up = True
             reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
             self._built += [Built(key, limit, error=reason) for key in stuck]
@@ -165,6 +176,7 @@ class Warmup:
 
     def _prepare(self) -> None:
         try:
+            captures.wait()
             with self._working(), self._on_device():
                 self._plan_and_build()
         except BaseException as error:
@@ -256,7 +268,8 @@ class Warmup:
             missing = family.missing(planned, self.target)
             lacking = {p.key for p in missing}
             self._found += [p.key for p in planned if p.key not in lacking]
-            if missing and hasattr(family, "build"):
+            missing = family_builds(family, missing)
+            if missing:
                 if not self._is_proven(family):
                     # Never seen here: the first key shows whether the rest is worth its time.
                     missing = missing[:1]
@@ -361,6 +374,7 @@ class Warmup:
                 out.append(item)
                 if not item.error:
                     _resident.add((str(self.device), item.key))
+                captures.wait()
             if not canary or len(out) != 1:
                 continue
             if out[0].error:
@@ -368,10 +382,16 @@ class Warmup:
                     f"{family.name} does not work on {self.target.name} ({self.target.arch}): {out[0].error}; "
                     f"its other {len(wanted) - 1} kernels are left alone"
                 )
-            rest = family.missing(wanted[1:], self.target)
-            if rest and hasattr(family, "build"):
+            rest = family_builds(family, family.missing(wanted[1:], self.target))
+            if rest:
                 self._run_build(family, rest, len(rest))
         return out
+
+
+def _patience(key: CompileKey, options: Options) -> float:
+    """Return the seconds that a build may take where its family knows better than the option."""
+    asked = getattr(load_families().get(key.family), "patience", None)
+    return float(asked(key, jobs(options))) if asked is not None else 0.0
 
 
 def switched_off(options: Options, device: torch.device) -> Warmup:

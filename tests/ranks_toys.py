@@ -99,6 +99,8 @@ class Tuned_(RankToy):
         }
 
 
+MODELS: list[artifacts.WarmCallable] = []
+"""Somebody must hold them."""
 FAMILIES = {"toy": RankToy, "short": Short, "tuned": Tuned_}
 
 
@@ -151,7 +153,7 @@ def add(calls: Sequence[KernelCall]) -> Warmup:
         if "TOY_TARGET" in os.environ
         else None,
     )
-    artifacts.WarmCallable(run_all(calls), warmup)
+    MODELS.append(artifacts.WarmCallable(run_all(calls), warmup))
     return warmup
 
 
@@ -215,6 +217,7 @@ def play(rank: int, name: str, scene: Mapping[str, Any], out: Path) -> dict[str,
     toy_family._loaded.clear()
     toy_family.events.clear()
     artifacts.pending.clear()
+    MODELS.clear()
     warmups._resident.clear()
     family.register(FAMILIES[scene.get("family", "toy")], replace=True)
     toy_family.compile_kernel = publish_slowly if scene.get("slowly") else COMPILE
@@ -238,7 +241,7 @@ def play(rank: int, name: str, scene: Mapping[str, Any], out: Path) -> dict[str,
     toy_family.events.clear()
     if scene.get("serves", True):
         with no_collectives():
-            artifacts.pending[0]()
+            MODELS[0]()
     planned = warmup.plan.planned if warmup.plan is not None else ()
     tactics = Tuned_().tactics(planned) if scene.get("family") == "tuned" else {}
     for key in env:

@@ -14,6 +14,7 @@ from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, 
 from passes.records import Gap, KernelCall
 
 if TYPE_CHECKING:
+    from fxwarm.families.flashinfer.together import Reduce
     from fxwarm.family import Bind
 
 __all__ = ["FlashInfer"]
@@ -58,11 +59,12 @@ class FlashInfer:
             if p.key.tag == keys.MODULE:
                 here = cache.find_module(p.key.kernel, target.arch) is not None
             elif is_tuned(p.key):
-                from fxwarm.families.flashinfer import tuning
+                from fxwarm.families.flashinfer import stored
 
                 if tactics is None:
-                    tactics = cache.read_tactics(cache.tactics_files(self._tactics(planned)))
-                here = p.witness is not None and tuning.entry_of(p, target.arch).file_key in tactics
+                    path = stored.path_of(planned, self._arch)
+                    tactics = cache.read_tactics(cache.tactics_files(path))
+                here = p.witness is not None and stored.entry_of(p, target.arch).file_key in tactics
             else:
                 here = cache.block_kernel(p.key.tag).is_file()
             if not here:
@@ -75,11 +77,41 @@ class FlashInfer:
 
         return modules.build(planned, jobs)
 
-    def tune(self, planned: Sequence[Planned], bind: Bind) -> Iterable[Tuned]:
-        """Fill the tuner's table, or read what an earlier start stored."""
-        from fxwarm.families.flashinfer import tuning
+    def builds(self, key: CompileKey) -> bool:
+        """Return whether ``build`` makes ``key``: modules alone. The rest is tuned, or compiled at its first call."""
+        return key.tag == keys.MODULE
 
+    def patience(self, key: CompileKey, jobs: int) -> float:
+        """Return how long the build of a module may take, in seconds."""
+        from fxwarm.families.flashinfer import modules
+
+        return modules.patience(key.kernel, jobs)
+
+    def folder(self, target: Target) -> Path:
+        """Return where modules lie: ranks that see this folder share them."""
+        return cache.workspace(target.arch)
+
+    def tune(
+        self, planned: Sequence[Planned], bind: Bind, reduce: Reduce | None = None
+    ) -> Iterable[Tuned]:
+        """Fill the tuner's table, or read what an earlier start stored. With ``reduce``, together with other ranks."""
+        from fxwarm.families.flashinfer import together, tuning
+
+        if reduce is not None:
+            return together.tune(planned, self._arch, bind, reduce)
         return tuning.tune(planned, self._arch, bind)
+
+    def tactics(self, planned: Sequence[Planned]) -> Mapping[CompileKey, str]:
+        """Return the tactic, as JSON, that is held for each planned entry."""
+        from fxwarm.families.flashinfer import together
+
+        return together.tactics(planned, self._arch)
+
+    def common(self, key: CompileKey) -> CompileKey:
+        """Return ``key`` as every rank of a model has it: without the rank."""
+        from fxwarm.families.flashinfer import together
+
+        return together.common(key)
 
     def load(self, planned: Sequence[Planned], target: Target, bind: Bind) -> Iterable[Loaded]:
         """Open each module and make each distinct call once."""
@@ -109,13 +141,14 @@ class FlashInfer:
 
     def cached(self, planned: Sequence[Planned]) -> list[Path]:
         """Return the shared objects, the tactics file and the cubins that hold these kernels."""
+        from fxwarm.families.flashinfer import stored
+
         found: dict[Path, None] = {}
         for p in planned:
-            path = None
             if p.key.tag == keys.MODULE:
                 path = cache.find_module(p.key.kernel, self._arch)
             elif is_tuned(p.key):
-                path = self._tactics(planned)
+                path = stored.path_of(planned, self._arch)
             else:
                 path = cache.block_kernel(p.key.tag)
             if path is not None and path.is_file():
@@ -131,9 +164,3 @@ class FlashInfer:
     def falls_back(self, key: CompileKey) -> bool:
         """Return whether a call that lacks ``key`` runs a default tactic instead of compiling."""
         return is_tuned(key)
-
-    def _tactics(self, planned: Sequence[Planned]) -> Path:
-        from fxwarm.families.flashinfer.tuning import card
-
-        wanted = [p for p in planned if is_tuned(p.key) and p.witness is not None]
-        return cache.tactics_path(wanted, self._arch, card())

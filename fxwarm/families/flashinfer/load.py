@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-from fxwarm.families.flashinfer import cache, tuning, upstream
-from fxwarm.families.flashinfer.keys import MODULE
+from fxwarm.families.flashinfer import cache, limit, tuner, tuning, upstream
+from fxwarm.families.flashinfer.buckets import bucket_of
+from fxwarm.families.flashinfer.keys import MODULE, rows_of
 from fxwarm.families.flashinfer.library import nvcc
+from fxwarm.families.flashinfer.modules import shorten
 from fxwarm.families.flashinfer.tensors import run
 from fxwarm.families.flashinfer.tuner_key import is_tuned
 from fxwarm.family import Bind
@@ -18,6 +20,9 @@ from passes.records import KernelCall
 __all__ = ["is_block_scale", "load_kernels"]
 
 log = logging.getLogger(__name__)
+
+EACH_ROW_TO = 64
+"""Rows of a GEMM up to which every number of them is run, not one a bucket. A guess: what a decode step serves."""
 
 
 def load_kernels(planned: Sequence[Planned], arch: str, bind: Bind) -> Iterator[Loaded]:
@@ -32,7 +37,7 @@ def load_kernels(planned: Sequence[Planned], arch: str, bind: Bind) -> Iterator[
             error = _load(p, arch, bind, made)
         except Exception as failure:
             log.debug("fxwarm: loading %s", p.key, exc_info=True)
-            error = f"{type(failure).__name__}: {failure}"
+            error = shorten(failure)  # ninja runs at each load, and may find something to do
         yield Loaded(p.key, time.perf_counter() - begin, error)
 
 
@@ -54,9 +59,20 @@ def _load(p: Planned, arch: str, bind: Bind, made: dict[KernelCall, str]) -> str
     if is_block_scale(p) and not cache.block_kernel(p.key.tag).is_file() and not nvcc():
         return "the library compiles this kernel at call time and there is no nvcc; set CUDA_HOME to a CUDA toolkit"
     if p.witness not in made:
-        with upstream.undisturbed():
-            run(p.witness, tuning.device(), bind, tuning.current_limit(p.witness))
+        with tuner.undisturbed():
+            run(p.witness, tuning.device(), bind, limit.current_limit(p.witness), _rows(p.witness))
         made[p.witness] = ""
     if is_block_scale(p) and not cache.block_kernel(p.key.tag).is_file():
         return f"the library compiled another kernel than {p.key.tag} for {p.witness}: the model of it has drifted"
     return ""
+
+
+def _rows(witness: KernelCall) -> range:
+    """Return the other row counts of a witness's bucket at which ``bmm_fp8`` is to be run.
+
+    cuBLASLt lists its algorithms anew for each M, so one tuned number names other kernels at other rows, and a kernel
+    is read from the library at its first launch.
+    """
+    first = int(rows_of(witness))
+    last = bucket_of(first) if witness.op == "bmm_fp8" else first
+    return range(first + 1, last + 1) if last <= EACH_ROW_TO else range(last, last + 1)

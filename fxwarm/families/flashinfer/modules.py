@@ -18,13 +18,16 @@ from fxwarm.families.flashinfer.keys import MODULE
 from fxwarm.families.flashinfer.library import nvcc
 from fxwarm.records import Built, Planned
 
-__all__ = ["available_bytes", "build", "jobs_that_fit"]
+__all__ = ["available_bytes", "build", "jobs_that_fit", "patience", "shorten"]
 
 _GIB = 1 << 30
 # nvcc's peak for one translation unit: 7.5 GB was measured for fused_moe_90 (0.6.18.post1, nvcc 13.0); the other
 # modules stayed below 3
 _PEAK = {"fused_moe": int(7.5 * _GIB)}
 _PEAK_ELSEWHERE = 3 * _GIB
+_SOURCES = 247
+_SECONDS = 157
+"""CPU seconds of one translation unit of fused_moe_90; those of the other modules took up to 60."""
 _environment = threading.Lock()
 _TELLING = re.compile(r"\berror\b|fatal|undefined reference|cannot find", re.IGNORECASE)
 
@@ -57,7 +60,7 @@ def _build_one(planned: Planned) -> Built:
     try:
         size = _build(planned.key.kernel)
     except Exception as error:
-        return Built(planned.key, time.perf_counter() - begin, error=_shorten(error))
+        return Built(planned.key, time.perf_counter() - begin, error=shorten(error))
     return Built(planned.key, time.perf_counter() - begin, size)
 
 
@@ -67,6 +70,12 @@ def jobs_that_fit(name: str, jobs: int, memory: int) -> int:
     named = os.environ.get("MAX_JOBS", "")
     most = min(jobs, int(named)) if named.isdigit() and int(named) else jobs
     return max(1, min(most, memory // peak))
+
+
+def patience(name: str, jobs: int) -> float:
+    """Return the seconds after which the build of ``name`` counts as stuck: 4 times what its sources should take."""
+    count = _SOURCES if name.startswith("fused_moe") else 8
+    return 4 * _SECONDS * -(-count // jobs_that_fit(name, jobs, available_bytes()))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -94,9 +103,10 @@ def _build(name: str) -> int:
         raise exc.LibraryError(
             f"FLASHINFER_DISABLE_JIT is set, so {name} cannot be built; unset it, or install flashinfer-jit-cache"
         )
-    upstream.load()
-    built = upstream.library_path(name) if _is_aot(name) else None
-    if built is None:
+    spec = upstream.make_spec(
+        name
+    )  # once: that of fused_moe_90 writes 247 sources, 5 s on two cores
+    if not spec.is_aot:
         if shutil.which("ninja") is None:
             raise exc.LibraryError(
                 f"ninja is not on PATH, so {name} cannot be built; pip install ninja"
@@ -105,18 +115,13 @@ def _build(name: str) -> int:
             raise exc.LibraryError(
                 f"there is no nvcc, so {name} cannot be built; set CUDA_HOME to a CUDA toolkit"
             )
-        spec = upstream.make_spec(name)
         spec.build(need_lock=True)
-        built = upstream.library_path(name)
-    if built is None:
+    built = Path(spec.get_library_path())
+    if not built.is_file() or not built.stat().st_size:
         raise exc.LibraryError(
             f"ninja ended well but left no {name}.so; see flashinfer_jit.log in the workspace"
         )
     return built.stat().st_size
-
-
-def _is_aot(name: str) -> bool:
-    return bool(upstream.make_spec(name).is_aot)
 
 
 @contextlib.contextmanager
@@ -134,7 +139,7 @@ def _max_jobs(number: int) -> Iterator[None]:
                 os.environ["MAX_JOBS"] = before
 
 
-def _shorten(error: Exception) -> str:
+def shorten(error: Exception) -> str:
     """Return the compiler's own words: of ninja's output, long command lines, the lines that say what failed."""
     lines = str(error).splitlines() or [""]
     telling = [line for line in lines if line.startswith("FAILED") or _TELLING.search(line)]

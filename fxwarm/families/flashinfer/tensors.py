@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fxwarm.families.flashinfer.entries import ENTRIES
@@ -20,10 +20,20 @@ _OURS = ("max_rows",)
 """Attributes that are not the library's."""
 
 
-def run(call: KernelCall, device: torch.device, bind: Bind, limit: int | None = None) -> None:
-    """Make the static ``call`` once, outside of any capture, and wait for it. ``limit`` replaces its own."""
+def run(
+    call: KernelCall,
+    device: torch.device,
+    bind: Bind,
+    limit: int | None = None,
+    rows: Iterable[int] = (),
+) -> None:
+    """Make the static ``call`` once, outside of any capture, and wait for it. ``limit`` replaces its own.
+
+    And once more, with the same weights, at each other number of ``rows``.
+    """
     import torch
 
+    from fxwarm.families.flashinfer.keys import with_rows
     from fxwarm.families.flashinfer.upstream import function_of
 
     function = function_of(ENTRIES[call.op].home, call.op)
@@ -32,6 +42,14 @@ def run(call: KernelCall, device: torch.device, bind: Bind, limit: int | None = 
         arguments["tune_max_num_tokens"] = limit
     _check(call, function, arguments)
     function(**arguments)
+    for count in rows:
+        other = with_rows(call, count)
+        changed = {
+            name: _make(other, name, other[name], device)
+            for name, _ in ENTRIES[call.op].rows
+            if name in call
+        }
+        function(**{**arguments, **changed})
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -17,9 +17,9 @@ from fxwarm.families.flashinfer.versions import Version
 from fxwarm.records import CompileKey
 from passes.records import KernelCall
 
-__all__ = ["Entry", "entries_at", "is_tuned", "options_of"]
+__all__ = ["RANKS", "Entry", "entries_at", "is_tuned", "options_of"]
 
-_RANKS = ("tp_rank", "ep_rank", "cluster_rank")
+RANKS = ("tp_rank", "ep_rank", "cluster_rank")
 _MOE_PROFILE = (
     "input",
     "fc1_expert_weights",
@@ -84,7 +84,7 @@ def entries_at(call: KernelCall, bucket: int, arch: str, version: Version) -> tu
             return ()
         profile = tuple((name, _shape(call, name, bucket)) for name in _MOE_PROFILE)
         options = tuple(
-            (n, v) for n, v in options_of(call, arch) if version.ranks_in_key or n not in _RANKS
+            (n, v) for n, v in options_of(call, arch) if version.ranks_in_key or n not in RANKS
         )
         more = _more(call, {name for name, _ in OPTIONS})
         return tuple(

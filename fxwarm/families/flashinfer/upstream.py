@@ -1,4 +1,4 @@
-"""The only file that touches FlashInfer: its specs, its getters, its tuner, private names included.
+"""What touches FlashInfer itself: its import, its specs, its getters. Its tuner is next door, in ``tuner``.
 
 Everything goes through ``load``, which says in one sentence why a FlashInfer that is absent, partial or cannot write
 its workspace is of no use. A canary test imports each private name.
@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
 
 from fxwarm import exc
-from fxwarm.families.flashinfer.tuner_key import Entry
 
 __all__ = [
-    "autotune",
-    "covers",
+    "activation",
+    "attribute",
+    "function_of",
     "load",
     "make_spec",
     "open_module",
-    "pin_limit",
-    "tuner",
-    "undisturbed",
-    "watch",
 ]
 
 _SPECS = {
@@ -51,7 +46,6 @@ _GETTERS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
 }
 _COPIED = ("monomoe",)
-_SEEDS_TO = 1 << 16
 _lock = threading.RLock()
 
 
@@ -84,7 +78,7 @@ def make_spec(name: str) -> Any:
     """
     module, function = _find(name, _SPECS)
     with _keep_times(name):
-        return _attribute(module, function)()
+        return attribute(module, function)()
 
 
 def open_module(name: str) -> Any:
@@ -92,118 +86,19 @@ def open_module(name: str) -> Any:
     module, function, arguments = _find(name, _GETTERS)
     if name in _COPIED:
         make_spec(name)  # the library keeps it, with the times that its sources have now
-    return _attribute(module, function)(*arguments)
+    return attribute(module, function)(*arguments)
 
 
 def function_of(home: str, name: str) -> Callable[..., Any]:
     """Return the library's function ``name``. Raises LibraryError where this build does not export it."""
     load()
-    found: Callable[..., Any] = _attribute(home, name)
+    found: Callable[..., Any] = attribute(home, name)
     return found
 
 
 def activation(number: int) -> Any:
     """Return the library's enum member: its name, not its number, enters the tuner's hash."""
-    return _attribute("flashinfer.tllm_enums", "ActivationType")(number)
-
-
-def tuner() -> Any:
-    """Return the process's one tuner."""
-    load()
-    return _attribute("flashinfer.autotuner", "AutoTuner").get()
-
-
-def autotune() -> contextlib.AbstractContextManager[Any]:
-    """Return the library's tuning context, without a file: entering with one drops what another file had loaded."""
-    context: contextlib.AbstractContextManager[Any] = _attribute(
-        "flashinfer.autotuner", "autotune"
-    )(True)
-    return context
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Run as if no ``autotune(tuning_buckets=, round_up=, skip_ops=)`` were open on this thread.
-
-    An engine may make its first call inside one; its buckets would then be in our keys, and never looked up after it.
-    """
-    stacks = [tuner()._get_override_stack(), tuner()._get_skip_ops_stack()]
-    saved = [stack[:] for stack in stacks]
-    try:
-        for stack in stacks:
-            stack.clear()
-        yield
-    finally:
-        for stack, before in zip(stacks, saved, strict=True):
-            stack[:] = before
-
-
-def pin_limit(limit: int, others: Iterable[int]) -> None:
-    """Make ``limit`` the ``tune_max_num_tokens`` in force for the process, whatever calls pass later.
-
-    The library assigns a class attribute the first time it sees a value and never again for that value, so the last
-    *new* one wins. Showing it all the others first leaves ours. Source: 0.6.18.post1 to 0.7.4.
-    """
-    from fxwarm.families.flashinfer.buckets import buckets_up_to
-
-    runner = open_module("fused_moe_90").MoERunner
-    refine = runner.refine_tuning_config
-    refine.cache_clear()
-    for seen in sorted({*buckets_up_to(_SEEDS_TO), *others} - {limit}):
-        refine(seen)
-    refine(limit)
-
-
-def covers(entry: Entry, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether a call with tensors of these ``shapes`` finds a stored entry now."""
-    import torch
-
-    if entry.runner == "MoERunner":
-        namespace = open_module("fused_moe_90")
-        options: dict[str, Any] = dict(entry.options)
-        for name, value in options.items():
-            if name.endswith("_dtype"):
-                options[name] = getattr(torch, str(value))
-        options["activation_type"] = activation(options["activation_type"])
-        for name in ("tp_rank", "ep_rank", "cluster_rank"):
-            options.setdefault(name, 0)
-        runner = namespace.MoERunner(**options)
-        runner.gemm_idx_for_tuning = 1 if entry.op.endswith("gemm1") else 2
-        config, inputs = namespace.MoERunner.tuning_config, []
-    else:
-        runner = open_module("gemm").cublas_fp8_gemm_runner()
-        config = _attribute("flashinfer.gemm.gemm_base", "_FP8_GEMM_SM100_TUNING_CONFIG")
-        a, b, out = (
-            torch.empty(0, dtype=getattr(torch, str(v)), device="meta") for _, v in entry.options
-        )
-        inputs = [a, b, None, None, out, None]
-    return bool(tuner().search_cache(entry.op, [runner], tuple(shapes), config, inputs=inputs)[0])
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[list[str]]:
-    """Yield a list that fills with what the library warns of: memory that ran out, an entry that is not there."""
-    load()
-    said: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.WARNING:
-                said.append(record.getMessage())
-
-    logger, handler = _attribute("flashinfer.jit.core", "logger"), Handler()
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
-def library_path(name: str) -> Path | None:
-    """Return the shared object that the library would load for module ``name``, None where it would build."""
-    spec = make_spec(name)
-    path = Path(spec.get_library_path())
-    return path if path.is_file() and path.stat().st_size else None
+    return attribute("flashinfer.tllm_enums", "ActivationType")(number)
 
 
 @contextlib.contextmanager
@@ -216,7 +111,7 @@ def _keep_times(name: str) -> Iterator[None]:
     if name not in _COPIED:
         yield
         return
-    folder = Path(_attribute("flashinfer.jit.env", "FLASHINFER_GEN_SRC_DIR")) / name
+    folder = Path(attribute("flashinfer.jit.env", "FLASHINFER_GEN_SRC_DIR")) / name
     before = {p: (p.read_bytes(), p.stat()) for p in folder.rglob("*") if p.is_file()}
     yield
     for path, (text, status) in before.items():
@@ -233,7 +128,8 @@ def _find(name: str, table: dict[str, Any]) -> Any:
     return table[name]
 
 
-def _attribute(module: str, name: str) -> Any:
+def attribute(module: str, name: str) -> Any:
+    """Return a name of the library, private ones included. Raises LibraryError where this build lacks it."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fxwarm.families.flashinfer.buckets import LARGEST, bucket_of, buckets_up_to
 from fxwarm.families.flashinfer.keys import keys
 from fxwarm.families.flashinfer.library import find_library
-from fxwarm.families.flashinfer.tuning import limit_of
+from fxwarm.families.flashinfer.limit import limit_of
 from fxwarm.records import Planned, Target
 from tests.conftest import cases
 from tests.fxwarm.families.flashinfer.calls import moe

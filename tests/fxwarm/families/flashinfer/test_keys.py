@@ -193,13 +193,13 @@ def test_the_files_key_is_the_one_that_the_library_writes(library):
     """Built by the library's own runner and tuner, compared with ours."""
     from flashinfer.autotuner import AutoTuner
 
-    from fxwarm.families.flashinfer import tuning
+    from fxwarm.families.flashinfer import stored, tuning
     from fxwarm.families.flashinfer.library import find_library
 
     call = moe(40, experts=4, hidden=16, inter=8, top_k=2, use_fused_finalize=False)
     planned, _ = plan(call, library=find_library({}))
     list(tuning.tune(planned, "sm_90a", lambda c: None))
-    ours = {tuning.entry_of(p, "sm_90a").file_key for p in planned if is_tuned(p.key)}
+    ours = {stored.entry_of(p, "sm_90a").file_key for p in planned if is_tuned(p.key)}
     assert ours == {k.file_key for k in AutoTuner.get().profiling_cache}
     stored = json.loads(next((library.folder / "fxwarm").iterdir()).read_text())
     assert ours == {k for k in stored if not k.startswith("_")}
