@@ -33,8 +33,9 @@ def load(
     alignment: int = inputs.ALIGNMENT,
     device: Any = None,
 ) -> Iterator[Loaded]:
-    """Launch every witness once, the smallest first; yield each with its seconds or its error.
+    """Launch every witness once, the largest first; yield each with its seconds or its error.
 
+    What follows fits into the memory that the largest leaves cached, so the peak is that of one launch.
     A kernel whose tensors would take more than ``memory`` bytes is not launched, and says how many
     it would take. Out of memory ends one kernel, not the others. Weights that ``bind`` knows are
     used instead of synthetic ones and cost nothing.
@@ -46,7 +47,7 @@ def load(
     for p in planned:
         if p.witness is None:
             yield Loaded(p.key, error="no call of ours reaches it, so there is nothing to launch")
-    for p, call in sorted(legal, key=lambda item: inputs.bytes_of(item[1])):
+    for p, call in sorted(legal, key=lambda item: -inputs.bytes_of(item[1])):
         begin = time.perf_counter()
         error = ""
         try:

@@ -158,7 +158,7 @@ def test_every_kernel_is_launched_once_and_never_at_zero_rows():
     assert torch.equal(before, torch.random.get_rng_state())
     assert not [x.error for x in loaded if x.error]
     assert len(counting.sizes) == len(planned)
-    assert counting.sizes == sorted(counting.sizes)
+    assert counting.sizes == sorted(counting.sizes, reverse=True)  # the peak is that of one launch
     assert min(counting.sizes) == 1
 
 
