@@ -112,6 +112,11 @@ class WarmCallable(_Base):
                 report = self.warmup.finish(self._bind(args))
                 if self.after is not None:
                     self.after.make_warm(args)
+            except exc.ColdCaptureError as error:
+                if self.warmup.options.strict:
+                    raise
+                log.error("fxwarm: %s", error)
+                return None  # the next call tries again
             except Exception as error:
                 if self.warmup.options.strict:
                     raise

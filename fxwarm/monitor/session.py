@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
-from fxwarm import exc, options, runtime, warmup
-from fxwarm.monitor import captures, learned, misses, watchers
+from fxwarm import captures, exc, options, runtime, warmup
+from fxwarm.monitor import learned, misses, watchers
 from fxwarm.monitor.event import OURS, JitEvent
 from fxwarm.monitor.stack import Moment
 from passes.table import Table
@@ -252,7 +252,7 @@ def _refresh() -> None:
             except Exception as error:
                 log.warning("fxwarm: %s cannot be watched: %s", name, error)
     if "captures" not in _stops:
-        _stops["captures"] = captures.watch(lambda: guards.install(_around), _unguard)
+        _stops["captures"] = captures.listen(lambda: guards.install(_around), _unguard)
     if any(s.calls for s in _active):
         guards.install(_around)
 

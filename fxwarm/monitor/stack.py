@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxwarm.monitor import captures, misses
+from fxwarm import captures
+from fxwarm.monitor import misses
 from fxwarm.monitor.misses import Arguments
 from passes.flatten import BUILTIN
 
