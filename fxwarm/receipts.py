@@ -104,9 +104,10 @@ def learn(plan: WarmPlan, planned: Iterable[Planned], options: Options) -> None:
     """Keep kernels that ``plan`` lacks and a monitor saw: whoever plans the same again, from whatever source, adds them."""
     folder, key = store.root(options.cache_dir), warm_key(plan)
     path = store.path_of(folder, key, "learned")
-    known = store.read(path, WarmPlan)
-    learned = dict.fromkeys((*(known.planned if known is not None else ()), *planned))
-    store.write(path, msgspec.structs.replace(plan, planned=tuple(learned), gaps=()).to_json())
+    with store.alone(folder, key):
+        known = store.read(path, WarmPlan)
+        learned = dict.fromkeys((*(known.planned if known is not None else ()), *planned))
+        store.write(path, msgspec.structs.replace(plan, planned=tuple(learned), gaps=()).to_json())
 
 
 def with_learned(plan: WarmPlan, options: Options) -> WarmPlan:
@@ -186,6 +187,11 @@ def keep(plan: WarmPlan, report: WarmReport, options: Options) -> WarmReport:
     if not plan.planned or not report.plan_key:
         return report
     folder = store.root(options.cache_dir)
+    with store.alone(folder, report.plan_key):
+        return _keep(plan, report, folder)
+
+
+def _keep(plan: WarmPlan, report: WarmReport, folder: Path) -> WarmReport:
     store.write(store.path_of(folder, report.plan_key, "plan"), plan.to_json())
     if report.failed or report.absent or not set(report.gaps) <= set(plan.shapes.gaps):
         return report

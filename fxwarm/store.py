@@ -13,10 +13,11 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from fxwarm import roots
+from fxwarm import locks, roots
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,21 @@ def path_of(folder: Path, key: str, what: str) -> Path:
     if not _KEY.fullmatch(key):
         raise ValueError(f"{key!r} is no warm key")
     return folder / key / f"{what}.json"
+
+
+@contextlib.contextmanager
+def alone(folder: Path, key: str) -> Iterator[None]:
+    """Keep other processes from writing the files of the warm key ``key`` meanwhile, where the disk has locks at all.
+
+    So a plan and its receipt are of one warmup, and what two processes add to a file is united. Readers need no lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            place = path_of(folder, key, "receipt").parent
+            stack.enter_context(locks.hold(place, "receipt", f"the receipt {key}"))
+        except (OSError, NotImplementedError) as error:
+            log.debug("fxwarm: no lock for %s: %s", key, error)
+        yield
 
 
 def write(path: Path, text: str) -> bool:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import msgspec
@@ -206,9 +207,10 @@ def test_nothing_that_is_written_is_a_pickle():
     """Every file of ours is JSON; ``marshal`` and ``pickle`` are imported nowhere."""
     start()
     files = [path for path in Path(os.environ["FXWARM_CACHE_DIR"]).rglob("*") if path.is_file()]
-    assert len(files) == 2
+    assert sorted(p.name for p in files) == ["plan.json", "receipt.json", "receipt.lock"]
     for path in files:
-        msgspec.json.decode(path.read_bytes())
+        if path.suffix == ".json":
+            msgspec.json.decode(path.read_bytes())
     source = Path(receipts.__file__).parent
     for path in source.rglob("*.py"):
         text = path.read_text()
@@ -220,6 +222,21 @@ def test_nothing_that_is_written_is_a_pickle():
             "import dill",
         ):
             assert name not in text, path
+
+
+def test_what_two_processes_learn_at_once_is_united():
+    """Each reads what is known, adds its own and writes: without the lock one of them would be lost."""
+    plan = store.read(receipt_of(start()).with_name("plan.json"), WarmPlan)
+    found = [
+        msgspec.structs.replace(p, key=msgspec.structs.replace(p.key, template=(str(i),)))
+        for i, p in enumerate(plan.planned * 4)
+    ]
+    threads = [
+        threading.Thread(target=receipts.learn, args=(plan, [p], options.resolve())) for p in found
+    ]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert set(receipts.with_learned(plan, options.resolve()).keys) >= {p.key for p in found}
 
 
 def test_the_target_is_what_torch_says_of_the_device(monkeypatch):
