@@ -69,7 +69,7 @@ def make_library(
     if "FLASHINFER_WORKSPACE_BASE" not in os.environ:
         monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", tempfile.mkdtemp(prefix="flashinfer-"))
     import torch
-    from flashinfer import utils
+    from flashinfer import tllm_utils, utils
     from flashinfer.autotuner import AutoTuner
     from flashinfer.fused_moe import core
     from flashinfer.gemm import gemm_base
@@ -88,6 +88,7 @@ def make_library(
     gemm = SimpleNamespace(build_and_load=lambda: fake_gemm(gemms))
     monkeypatch.setattr(core, "gen_cutlass_fused_moe_sm90_module", lambda *a: spec)
     monkeypatch.setattr(gemm_base, "gen_gemm_module", lambda: gemm)
+    monkeypatch.setattr(tllm_utils, "get_trtllm_utils_module", lambda: None)
     for home in (core, utils):
         monkeypatch.setattr(home, "get_compute_capability", lambda d: (9, 0))
     monkeypatch.setattr(core, "device_support_pdl", lambda d: True)
