@@ -211,6 +211,40 @@ def test_pipeline_stages_share_their_kernels():
     assert united.sites[0].count == 3
 
 
+class Adapted(Linear):
+    """A layer with a LoRA adapter of some rank beside its base weight."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        n, k = self.w.shape
+        self.down = torch.nn.Parameter(torch.empty(rank, k, dtype=torch.bfloat16), False)
+        self.up = torch.nn.Parameter(torch.empty(n, rank, dtype=torch.bfloat16), False)
+
+    def forward(self, x):
+        inner, out = (
+            x.new_empty(x.shape[0], w.shape[0], dtype=torch.bfloat16) for w in (self.down, self.up)
+        )
+        torch.ops.fxwarm.bf16_gemm_nt(x.bfloat16(), self.down, inner)
+        torch.ops.fxwarm.bf16_gemm_nt(inner, self.up, out)
+        return super().forward(x) + out
+
+
+def test_lora_variants_share_the_base_and_add_a_pair_a_rank():
+    variants = [fxwarm.trace(*meta(Adapted, rank), max_size=64) for rank in (16, 64, 16)]
+    united = unite([fxwarm.trace(*meta(Linear), max_size=64), *variants])
+    weights = {(c.op, *map(int, c["b"].dims)) for c in united.calls}
+    n, k = Linear().w.shape
+    adapters = {("bf16_gemm_nt", *dims) for r in (16, 64) for dims in ((r, k), (n, r))}
+    assert weights == {("fp8_gemm_nt", n, k), *adapters}
+    assert len(united) == 5
+    assert {s.count for c, s in united.items() if c.op == "fp8_gemm_nt"} == {4}
+    (*added,) = (united - variants[0]).calls  # what the variant of rank 64 brings
+    assert {(c.op, *map(int, c["b"].dims)) for c in added} == {
+        ("bf16_gemm_nt", 64, k),
+        ("bf16_gemm_nt", n, 64),
+    }
+
+
 @pytest.mark.parametrize("marking", ["default dynamic", "unbacked"])
 def test_compile_ranges_of_one_model_unite(marking):
     """Case A34: each compile range, and batch one, get a graph of their own."""
