@@ -41,7 +41,8 @@ def is_open(thread: int) -> bool:
 
 def refuse(what: str) -> None:
     """Raise ColdCaptureError where this thread is capturing: ``what`` would have to load kernels, and is to come later."""
-    if runtime.is_capturing():
+    # where others capture CUDA is not asked: on the legacy stream that is an error of its own
+    if is_open(threading.get_ident()) or (not _open and runtime.is_capturing()):
         raise exc.ColdCaptureError(
             f"{what} would load kernels into the CUDA graph that is being captured; call fxwarm.warm_all() before the "
             "capture, or again after it"
