@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fxwarm import exc
 from fxwarm.families.deep_gemm import cache, library, match, presence, toolchain
 from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target
@@ -53,6 +55,8 @@ class DeepGemm:
     def __init__(self, memory: int | None = None, timeout: float | None = None) -> None:
         self.memory, self.timeout = memory, timeout
         self._before: frozenset[str] | None = None
+        self._late = ""
+        """What to say of a kernel that does not load after the library was told of another cache, maybe too late."""
         self._built: set[str] = set()
         """Entries that other graphs' builds may add while one graph is verified."""
 
@@ -203,9 +207,19 @@ class DeepGemm:
             yield from (Built(key, error=str(error)) for key in left)
 
     def _writable(self, generation: str) -> cache.Roots:
-        where = cache.writable(self._roots(generation))
-        if where != self._roots(generation):
-            os.environ.update(cache.environment(where))  # read by the library at its first call
+        """Return the cache that the library will write to: where it cannot, it is told of another.
+
+        It reads the variable at its first JIT. Nothing shows whether that has been, once it is imported.
+        """
+        given = self._roots(generation)
+        where = cache.writable(given)
+        if where != given:
+            if library.live_module(library.module_name() or ""):
+                self._late = (
+                    f"DeepGEMM may have taken {given.write}, which cannot be written, before fxwarm named another "
+                    "folder: set DG_JIT_CACHE_DIR to one that can be written before its first call"
+                )
+            os.environ.update(cache.environment(where))
         return where
 
     def _sourced(self, planned: Iterable[Planned]) -> Iterator[Planned]:
@@ -220,19 +234,27 @@ class DeepGemm:
 
         name = library.module_name()
         if name is None:
-            yield from (Loaded(p.key, error="DeepGEMM is not installed here") for p in planned)
+            words = "DeepGEMM is not installed here; install sgl-deep-gemm or another build of it"
+            yield from (Loaded(p.key, error=words) for p in planned)
             return
+        if self.missing(planned, target):
+            self._writable(_generation(library.find_library({})))  # what is left it compiles itself
         if self._before is None:
             self._before = frozenset(cache.entries(self._roots()))
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # it asserts a toolkit at import
+        except Exception as error:
             words = (
-                f"{name} does not import ({type(error).__name__}: {error}); see its requirements"
+                f"{name} does not import ({type(error).__name__}: {error}); it wants a CUDA toolkit "
+                "even for kernels that are cached: set CUDA_HOME before the program starts"
             )
             yield from (Loaded(p.key, error=words) for p in planned)
             return
-        yield from load(planned, module, bind, memory=self._memory(), alignment=_alignment(name))
+        for loaded in load(
+            planned, module, bind, memory=self._memory(), alignment=_alignment(name)
+        ):
+            late = f"; {self._late}" if loaded.error and self._late else ""
+            yield msgspec.structs.replace(loaded, error=loaded.error + late)
 
     def verify(self, planned: Sequence[Planned]) -> list[Gap]:
         """Return a gap for each entry that came into the cache since loading began, unplanned."""

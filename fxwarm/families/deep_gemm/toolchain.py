@@ -65,7 +65,7 @@ def find_compiler(
         tried += ["nvcc in PATH", str(path)]
     raise exc.LibraryError(
         f"DeepGEMM's compiler was not found: looked for {', '.join(tried)}; install the CUDA "
-        "toolkit and set CUDA_HOME to it (kernels that are cached already are still loaded)"
+        "toolkit and set CUDA_HOME to it before the program starts (once the library is imported, cached kernels load without it)"
     )
 
 
