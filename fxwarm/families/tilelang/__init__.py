@@ -110,16 +110,6 @@ class TileLang:
 
         return files(planned, self._targets)
 
-    def builds(self) -> int:
-        """Return how many kernels TileLang compiled in this process since somebody first asked."""
-        import sys
-
-        if "tilelang.jit" not in sys.modules:
-            return 0
-        from fxwarm.families.tilelang.jit import builds
-
-        return builds()
-
     def watch(self, report: Callable[..., None]) -> Callable[[], None] | None:
         """Report builds and loads after warmup, builds before they begin; None where TileLang is not imported."""
         from fxwarm.families.tilelang.watch import watch

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+import fxwarm
 from fxwarm.families.tilelang import TileLang, index, worker
 from fxwarm.families.tilelang.build import build
 from fxwarm.families.tilelang.statics import make_key, statics_of
@@ -81,6 +82,16 @@ def test_two_workers_build_what_one_builds(fresh, monkeypatch):  # A6
         keys.append(sorted(p.name for p in (index.root() / "kernels").iterdir()))
     assert keys[0] == keys[1]
     assert len(keys[0]) == 3
+
+
+def test_a_warmup_builds_every_kernel_ahead_of_its_load(fresh, monkeypatch):
+    monkeypatch.setenv("FXWARM_CACHE_DIR", str(fresh / "fxwarm"))
+    plan = [toy("scaled", width=8, factor=factor) for factor in (5.5, 6.5)]
+    before = counts()[0]
+    report = fxwarm.warm(fxwarm.WarmPlan(CPU, planned=tuple(plan)))
+    assert {b.key for b in report.built if not b.error} == {p.key for p in plan}
+    assert len(report.loaded) == 2
+    assert counts()[0] == before, "in workers, not here"
 
 
 def test_one_failing_build_does_not_stop_the_others(fresh):  # A6
