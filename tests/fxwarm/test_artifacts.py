@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, exc, family, options, warmup
+from fxwarm import artifacts, exc, family, options, receipts, warmup
 from fxwarm.artifacts import Parcel, WarmCallable
 from fxwarm.backend import fxwarm as backend
 from fxwarm.records import Target
@@ -21,6 +22,7 @@ from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
 from tests import load_models, toy_family
 
 CPU = Target.named("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,61 @@ def test_a_loaded_model_is_warm_after_its_first_call_by_the_plan_that_came_with_
     warm(torch.ones(16, 8), W)
     warm(torch.ones(1, 8), W)
     assert jit() == []
+
+
+def test_what_was_learned_since_it_was_saved_reaches_a_model_that_is_loaded():
+    data = saved()
+    warm = WarmCallable.unpack(run, data)
+    warm(X, W)
+    toy = toy_family.Toy()
+    others = list(toy.keys(shapes(16).calls, CPU, toy.library({})))
+    receipts.learn(warm.warmup.plan, others, warm.warmup.options)
+    end_process()
+    WarmCallable.unpack(run, data)(X, W)
+    assert jit().count("load") == 6
+
+
+def test_an_artifact_carries_the_key_of_the_graph_that_it_no_longer_has():
+    warmup = Warmup(shapes(), options.resolve(), device=CPU_DEVICE, target=CPU, graph_key="d" * 33)
+    warm = WarmCallable(run, warmup)
+    warm.make_warm()
+    loaded = WarmCallable.unpack(run, warm.pack())
+    loaded(X, W)
+    assert loaded.warmup.graph_key == "d" * 33
+    first, second = fxwarm.reports()
+    assert first.plan_key == second.plan_key
+
+
+@pytest.mark.parametrize(
+    ("when", "begins", "warms"),
+    [("first_call", False, True), ("load", True, True), ("manual", False, False)],
+)
+@torch.no_grad()
+def test_when_a_loaded_function_builds_and_when_it_is_warm(when, begins, warms, fresh):
+    """Through ``aot_compile``: "load" builds before any call, "manual" not even at the first one."""
+    model, file = load_models.ToyModel().eval(), fresh / "function"
+    x = torch.ones(5, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        chosen = {"fxwarm.when": when}
+        compiled = torch.compile(model, fullgraph=True, backend=backend, options=chosen)
+        compiled.forward.aot_compile(((x,), {})).save_compiled_function(str(file))
+    end_process()
+    shutil.rmtree(toy_family.cache_dir(), ignore_errors=True)
+    with file.open("rb") as f:
+        loaded = torch.compiler.load_compiled_function(f)
+    (warm,) = artifacts.pending
+    warm.warmup.wait()
+    assert jit() == (["build"] * 3 if begins else [])
+    loaded(model, X)
+    done = jit()
+    assert done.count("load") == (3 if warms else 1)
+    if not warms:
+        fxwarm.warm_all()
+        jit()
+    loaded(model, torch.ones(16, 8))
+    loaded(model, torch.ones(17, 8))
+    assert jit() == [] and fxwarm.reports()[-1].status == "complete"
 
 
 def test_a_plan_for_other_libraries_is_made_again(monkeypatch):
