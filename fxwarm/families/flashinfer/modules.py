@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from fxwarm import exc
+from fxwarm import exc, slots
 from fxwarm.families.flashinfer import upstream
 from fxwarm.families.flashinfer.keys import MODULE
 from fxwarm.families.flashinfer.library import nvcc
@@ -49,7 +49,11 @@ def _build_group(group: Sequence[Planned], jobs: int) -> Iterator[Built]:
     """Build modules side by side, a ninja each; yield them as they finish."""
     fitting = min(jobs_that_fit(p.key.kernel, jobs, available_bytes()) for p in group)
     workers = min(len(group), fitting)
-    with _max_jobs(max(1, fitting // workers)), ThreadPoolExecutor(workers) as pool:
+    with (
+        slots.take(jobs, fitting),
+        _max_jobs(max(1, fitting // workers)),
+        ThreadPoolExecutor(workers) as pool,
+    ):
         yield from (
             done.result() for done in as_completed([pool.submit(_build_one, p) for p in group])
         )
