@@ -118,6 +118,8 @@ def bind(
         if len(parts) != part.count(",") + 1:
             raise Refused(f"{part.partition(',')[0]} is no pair of a tensor and its scales")
         out.update(zip(part.split(","), parts, strict=True))
+    if constant(out.pop("q_sf", None)) is not None:
+        raise Refused("its queries are FP4, for which there is no op")
     for name, value in given.items():
         if name in known.optional:
             out[name] = value
@@ -160,6 +162,7 @@ def take_refusals() -> tuple[Gap, ...]:
 
 
 _refused: dict[Gap, None] = {}
+_LOGITS = ("logits_dtype", "torch.float32")  # a pybind11 function does not name it as its default
 _QUIET = ("ensure_zero_padding", "fuse_grad_acc")
 """Arguments that change nothing that one may rely on: zeroed padding, and how gradients are added up."""
 
@@ -167,7 +170,21 @@ _QUIET = ("ensure_zero_padding", "fuse_grad_acc")
 def _deep_gemm(holder: Any) -> dict[str, Callable[..., Substitute]]:
     found = {name: _deep_gemm_substitute for entry in ENTRIES.values() for name in entry.names}
     others = {name: reason for name in vars(holder) if (reason := uncovered(name))}
-    return {**found, **{name: _gap(reason) for name, reason in others.items()}}
+    gaps = {name: _gap(reason) for name, reason in others.items()}
+    return {**gaps, **found, **dict.fromkeys(_EITHER, _either)}
+
+
+_EITHER = {
+    "fp8_fp4_mqa_logits": "fp8_mqa_logits",
+    "fp8_fp4_paged_mqa_logits": "fp8_paged_mqa_logits",
+}
+"""Functions that take FP4 queries with their scales or FP8 ones without, and the op for the latter."""
+
+
+def _either(library: str, name: str, function: Any) -> Substitute:
+    made = _deep_gemm_substitute(library, _EITHER[name], function)
+    positional = tuple("q,q_sf" if part == "q" else part for part in made.positional)
+    return dataclasses.replace(made, name=name, positional=positional)
 
 
 def _gap(reason: str) -> Callable[..., Substitute]:
@@ -280,7 +297,7 @@ def _registers(library: str, name: str) -> bool:
 
     if library != "deep_gemm":
         return False
-    names = next((e.names for e in ENTRIES.values() if name in e.names), (name,))
+    names = next((e.names for e in ENTRIES.values() if _EITHER.get(name, name) in e.names), (name,))
     return any(hasattr(torch.ops.deep_gemm, n) for n in names)
 
 
@@ -298,7 +315,7 @@ def _part_of(known: Substitute, name: str) -> str:
 def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
     if value is UNKNOWN:
         return False
-    if value is None or name in _QUIET:
+    if value is None or name in _QUIET or (name, str(value)) == _LOGITS:
         return True
     if name in defaults:
         return type(value) is type(defaults[name]) and bool(value == defaults[name])

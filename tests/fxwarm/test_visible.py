@@ -383,6 +383,11 @@ def test_einsum_masked_and_prenorm_calls_are_seen_with_their_arguments(deep_gemm
 
 def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_gemm, monkeypatch):
     logits = entry(deep_gemm, "fp8_mqa_logits", "q, kv, weights, ks, ke, clean_logits=False")
+    either = entry(
+        deep_gemm,
+        "fp8_fp4_mqa_logits",
+        "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=False, logits_dtype=None",
+    )
     paged = entry(
         deep_gemm,
         "fp8_paged_mqa_logits",
@@ -413,6 +418,14 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
             x.new_zeros(rows, dtype=torch.int32),
         )
         logits(q, (kv, x.new_ones(512)), x[:, :32].contiguous(), edge, edge, clean_logits=False)
+        either(
+            (q, None),
+            (kv, x.new_ones(512)),
+            x[:, :32].contiguous(),
+            edge,
+            edge,
+            logits_dtype=torch.float,
+        )
         lens, table = (
             x.new_zeros(rows, 1, dtype=torch.int32),
             x.new_zeros(rows, 4, dtype=torch.int32),
@@ -456,7 +469,7 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
 
 def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
     names = {
-        "fp8_fp4_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end",
+        "fp8_fp4_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, logits_dtype=None",
         "fp8_fp4_mega_moe": "y, l1_weights, l2_weights, sym_buffer",
         "transform_sf_into_required_layout": "sf, mn, k, recipe",
         "fp8_gemm_nt_skip_head_mid": "a, b, d, head_splits",
@@ -465,7 +478,7 @@ def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
     host = entry(deep_gemm, "get_symm_buffer_for_mega_moe", "group")
 
     def forward(x):
-        first(x, x, x, x, x)
+        first((x, x), (x, x), x, x, x)
         second(x, x, x, x)
         third(x, 4, 4, (1, 128, 128))
         fourth((x, x), (x, x), x, (1, 1, 1))

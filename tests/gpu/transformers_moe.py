@@ -4,9 +4,11 @@
 
 Four layers of the widths of Qwen3-30B-A3B-FP8 with random fp8 weights, linears and experts as transformers builds them
 (``experts_implementation="deepgemm"``), the Hub's kernels replaced by the installed DeepGEMM. Each backend has a process
-and caches of its own. Prefill is one sequence of up to ``--tokens`` tokens, decode one token of up to 256 sequences;
-Dynamo makes a graph for each, both before the timing begins. Needs torch, transformers, fxwarm's dependencies and a
-DeepGEMM on PYTHONPATH; no pytest. ``--small`` is a trial on a CPU, without any JIT.
+and caches of its own. They compile at the same time and are timed one after the other. Prefill is one sequence of up to
+``--tokens`` tokens, decode one token of up to 256 sequences; Dynamo makes a graph for each, both before the timing
+begins. What is measured is kept as it comes, and at ``--budget`` seconds a run stops with what it has. Needs torch,
+transformers, fxwarm's dependencies and a DeepGEMM on PYTHONPATH; no pytest. ``--small`` is a trial on a CPU, without any
+JIT.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +35,8 @@ sys.path[:] = [
 ]
 
 LAYERS, SEQUENCES = 4, 256
+TIMED = "timed"
+"""File that says that the calls of the first backend have been timed."""
 WIDTHS = {
     "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
@@ -88,7 +93,8 @@ def batches(calls: int, tokens: int, sequences: int) -> list[tuple[int, int]]:
     return chosen
 
 
-def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
+def serve(backend: str, calls: int, tokens: int, small: bool, room: Path, end: float) -> None:
+    """Run one backend up to the time ``end``; write what it measures to ``room``, after each call."""
     import torch
 
     import fxwarm
@@ -99,8 +105,19 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
     wait = (lambda: None) if small else torch.cuda.synchronize
     folder = Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache"
     entries = lambda: len(list(folder.glob("*"))) if folder.is_dir() else 0  # noqa: E731
+    found: dict = {"state": "cut", "points": []}
+
+    def write() -> None:
+        part = room / f"{backend}.part"
+        part.write_text(json.dumps(found))
+        part.replace(room / f"{backend}.json")
+
     use_deep_gemm()
+    begin = time.perf_counter()
     model = make_model(small, device)
+    wait()
+    found["model_s"] = round(time.perf_counter() - begin, 2)
+    write()
     dynamic = None if backend == "fxwarm" else True
     compiled = torch.compile(
         model, backend=ours if backend == "fxwarm" else "inductor", dynamic=dynamic
@@ -116,23 +133,33 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
         return 1e3 * (time.perf_counter() - begin), out
 
     asked = answer_for(fxwarm.Target.named("h200")) if small else contextlib.nullcontext()
+    outputs = {}
     with torch.no_grad(), asked:
-        first, _ = forward(1, min(64, tokens))
-        before = entries()
-        second, _ = forward(8, 1)  # one token of several sequences is another graph of Dynamo's
-        points = []
+        found["first_call_s"] = round(forward(1, min(64, tokens))[0] / 1e3, 2)
+        found["kernels_at_first"] = entries()
+        write()
+        # one token of several sequences is another graph of Dynamo's
+        found["second_graph_s"] = round(forward(8, 1)[0] / 1e3, 2)
+        write()
+        while backend != "fxwarm" and not (room / TIMED).exists() and time.monotonic() < end - 90:
+            time.sleep(0.2)  # its compilers would slow down the other one's calls
         for batch, length in batches(calls, tokens, sequences):
+            if time.monotonic() > end:
+                found["state"] = "out of time"
+                break
             known = entries()
             took, out = forward(batch, length)
             jit = entries() - known
             digest = hashlib.sha256(out[:, -1].float().cpu().numpy().tobytes()).hexdigest()[:16]
-            points.append(
-                [batch, length, round(took, 3), round(forward(batch, length)[0], 3), jit, digest]
-            )
-    found = {
-        "first_call_s": round(first / 1e3, 2), "second_graph_s": round(second / 1e3, 2), "kernels_at_first": before,
-        "jit_after": sum(p[4] for p in points), "points": points,
-    }  # fmt: skip
+            outputs[batch, length] = out[0, -1].float().cpu()
+            again = round(forward(batch, length)[0], 3)
+            found["points"].append([batch, length, round(took, 3), again, jit, digest])
+            write()
+        else:
+            found["state"] = "complete"
+    (room / TIMED).touch()
+    torch.save(outputs, room / f"{backend}.pt")
+    found["jit_after"] = sum(p[4] for p in found["points"])
     if backend == "fxwarm":
         reports, plans = fxwarm.reports(), fxwarm.plans()
         found |= {
@@ -141,7 +168,26 @@ def serve(backend: str, calls: int, tokens: int, small: bool) -> dict:
             "gaps": [str(g) for r in reports for g in r.gaps], "wait_s": round(sum(r.seconds for r in reports), 2),
             "shapes": sorted({str(c) for plan in plans for c in plan.shapes.calls}),
         }  # fmt: skip
-    return found
+    write()
+
+
+def compare(room: Path, names: list[str]) -> dict:
+    """Return how the last token's logits of the same batches differ between two runs."""
+    import torch
+
+    files = [room / f"{name}.pt" for name in names]
+    if not all(f.exists() for f in files):
+        return {"outputs_compared": 0}
+    first, second = (torch.load(f, weights_only=False) for f in files)
+    shared = sorted(first.keys() & second.keys())
+    worst = [
+        ((first[k] - second[k]).abs().max() / second[k].abs().max().clamp_min(1e-9)).item()
+        for k in shared
+    ]
+    return {
+        "outputs_compared": len(shared), "outputs_equal": sum(w == 0 for w in worst),
+        "worst_relative_difference": max(worst, default=0.0), "finite": all(bool(torch.isfinite(v).all()) for v in first.values()),
+    }  # fmt: skip
 
 
 def summary(points: list) -> dict:
@@ -152,6 +198,8 @@ def summary(points: list) -> dict:
         ("all", points),
     ):
         times = sorted(p[2] for p in some)
+        if not times:
+            continue
         out[name] = {
             "calls": len(times), "p50_ms": round(statistics.median(times), 2), "p99_ms": round(times[int(0.99 * (len(times) - 1))], 2),
             "max_ms": times[-1], "stalls_over_100_ms": sum(t > 100 for t in times), "jit": sum(p[4] for p in some),
@@ -180,67 +228,82 @@ def main() -> None:
     parser.add_argument("--out", "--json", default="")
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--budget", type=float, default=225.0, help="seconds of one run")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument(
-        "--warm", action="store_true", help="run fxwarm a second time, on the caches of the first"
-    )
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--room", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.backend:
-        print(json.dumps(serve(args.backend, args.calls, args.tokens, args.small)))
+        serve(args.backend, args.calls, args.tokens, args.small, args.room, args.end)
         return
     result = {
         "date": time.strftime("%Y-%m-%d"), "versions": versions(args.small),
         "command": f"python tests/gpu/transformers_moe.py --calls {args.calls} --tokens {args.tokens}",
         "model": f"Qwen3MoeForCausalLM, {LAYERS} layers, {SMALL if args.small else WIDTHS}", "runs": {},
     }  # fmt: skip
-    runs = [("fxwarm cold", "fxwarm", "a"), ("inductor", "inductor", "b")]
-    runs[1:1] = [("fxwarm warm", "fxwarm", "a")] if args.warm else []
-    passed = [
-        "--calls",
-        str(args.calls),
-        "--tokens",
-        str(args.tokens),
-        *(["--small"] if args.small else []),
-    ]
-    with tempfile.TemporaryDirectory(prefix="fxwarm-transformers-") as folder:
-        for name, backend, cache in runs:
-            env = os.environ | {
-                "DG_JIT_CACHE_DIR": f"{folder}/{cache}/dg",
-                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}/inductor",
-                "FXWARM_CACHE_DIR": f"{folder}/{cache}/fxwarm",
-                "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]),
-            }
-            begin = time.perf_counter()
-            command = [sys.executable, __file__, "--backend", backend, *passed]
-            done = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=300, check=False
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            if not lines:
-                print(name, "failed:", done.stderr[-3000:], flush=True)
-                continue
-            found = json.loads(lines[-1])
-            result["runs"][name] = {
-                **summary(found["points"]),
-                **found,
-                "process_s": round(time.perf_counter() - begin, 1),
-            }
-            shown = {k: v for k, v in result["runs"][name].items() if k not in ("points", "shapes")}
-            print(name, json.dumps(shown), flush=True)
-            if args.out:
-                Path(args.out).write_text(json.dumps(result) + "\n")
-    digests = [[p[5] for p in run["points"]] for run in result["runs"].values()]
-    result["outputs_equal"] = len(digests) > 1 and all(d == digests[0] for d in digests)
-    result["outputs_different"] = sum(len(set(each)) > 1 for each in zip(*digests, strict=True))
-    print(
-        "outputs equal to the last bit:",
-        result["outputs_equal"],
-        "different:",
-        result["outputs_different"],
-    )
-    if args.out:
-        Path(args.out).write_text(json.dumps(result) + "\n")
+    result["card"] = result["versions"].get("card", "")
+
+    def keep(room: Path, ended: dict) -> None:
+        for name in BACKENDS:
+            file = room / f"{name}.json"
+            if file.exists():
+                found = json.loads(file.read_text())
+                result["runs"][name] = {**summary(found["points"]), **found, **ended.get(name, {})}
+        if args.out:
+            Path(args.out).write_text(json.dumps(result) + "\n")
+
+    with tempfile.TemporaryDirectory(
+        prefix="fxwarm-transformers-", ignore_cleanup_errors=True
+    ) as folder:
+        room, begin = Path(folder), time.monotonic()
+        args.end = begin + args.budget
+        running = {name: start(name, room, args) for name in BACKENDS}
+        ended: dict = {}
+        while running and time.monotonic() < begin + args.budget + 12:
+            time.sleep(0.5)
+            for name, (child, log) in list(running.items()):
+                if child.poll() is not None:
+                    del running[name]
+                    (room / TIMED).touch()  # also where it failed
+                    ended[name] = {"process_s": round(time.monotonic() - begin, 1)}
+                    if child.returncode:
+                        ended[name]["error"] = log.read_text()[-3000:]
+                        print(name, "failed:", ended[name]["error"], flush=True)
+            keep(room, ended)
+        for child, _ in running.values():
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        keep(room, ended)
+        result |= compare(room, BACKENDS)
+        keep(room, ended)
+    for name, run in result["runs"].items():
+        shown = {k: v for k, v in run.items() if k not in ("points", "shapes")}
+        print(name, json.dumps(shown), flush=True)
+    print({k: v for k, v in result.items() if k.startswith(("outputs", "worst", "finite"))})
+
+
+BACKENDS = ["fxwarm", "inductor"]
+
+
+def start(name: str, room: Path, args: argparse.Namespace) -> tuple:
+    """Start one run in a process and caches of its own; return it and its log."""
+    caches = ("DG_JIT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FXWARM_CACHE_DIR")
+    env = os.environ | {c: str(room / name / c.lower()) for c in caches}
+    env["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, "--backend", name, "--room", str(room)]
+    for option in ("calls", "tokens", "end"):
+        command += [f"--{option}", str(getattr(args, option))]
+    log = room / f"{name}.log"
+    with log.open("w") as stream:
+        child = subprocess.Popen(
+            command + ["--small"] * args.small,
+            env=env,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    return child, log
 
 
 if __name__ == "__main__":

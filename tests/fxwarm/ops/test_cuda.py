@@ -64,7 +64,36 @@ def calls() -> dict[str, tuple]:
         "fp8_einsum": ("bhr,hdr->bhd", heads, heads_sf, h, h_sf, wide),
         "tf32_hc_prenorm_gemm": (y, randn(24, K), torch.zeros(3, m, 24), torch.zeros(3, m), 3),
         "tf32_hc_prenorm_gemm whole": (y, randn(24, K), torch.zeros(m, 24), torch.zeros(m)),
+        "einsum sum": (
+            "bmk,bnk->mn",
+            randn(5, 128, 128, dtype=BF16),
+            randn(5, 64, 128, dtype=BF16),
+            torch.zeros(128, 64),
+        ),
+        **k_grouped(),
+        "fp8_mqa_logits": logits(),
     }
+
+
+def k_grouped() -> dict[str, tuple]:
+    ks, rows = [128, 256], 384
+    sizes, d = torch.tensor(ks, dtype=torch.int32), torch.zeros(2, 256, 128)
+    a, b = randn(rows, 256, dtype=BF16), randn(rows, 128, dtype=BF16)
+    flat = []
+    for x in (a, b):
+        bits, sf, _ = fp8_rows(x.shape[1], rows)
+        flat += [torch.cat([p.flatten() for p in bits.split(ks, 1)]), sf]
+    return {
+        "k_grouped_bf16_gemm_tn_contiguous": (a, b, d, ks, sizes, d),
+        "k_grouped_fp8_gemm_nt_contiguous": (*flat, d, ks, sizes, d),
+    }
+
+
+def logits() -> tuple:
+    rows, keys = 256, 512
+    q, k = randn(rows, 32, 128).to(torch.float8_e4m3fn), randn(keys, 128).to(torch.float8_e4m3fn)
+    end = torch.arange(rows, dtype=torch.int32) + 1
+    return q, k, randn(keys).abs(), randn(rows, 32), torch.zeros(rows, dtype=torch.int32), end, True
 
 
 def written(op: torch._ops.OpOverload, args: tuple) -> list[torch.Tensor]:
@@ -75,11 +104,17 @@ def written(op: torch._ops.OpOverload, args: tuple) -> list[torch.Tensor]:
 def test_cuda_agrees_with_the_cpu_reference(name):
     op = getattr(ops, name.split()[0]).default
     args = calls()[name]
-    cuda = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-    op(*args)
-    op(*cuda)
-    for got, wanted in zip(written(op, cuda), written(op, args), strict=True):
+    moved: dict[int, torch.Tensor] = {}  # c may be d
+    cuda = [moved.setdefault(id(a), a.cuda()) if isinstance(a, torch.Tensor) else a for a in args]
+    expected, returned = op(*args), op(*cuda)
+    pairs = [*zip(written(op, cuda), written(op, args), strict=True)]
+    if returned is not None:
+        assert returned.stride() == expected.stride()
+        pairs.append((returned, expected))
+    for got, wanted in pairs:
         got, wanted = got.cpu().float(), wanted.float()
+        assert torch.equal(got.isinf(), wanted.isinf())
+        got, wanted = (x.masked_fill(x.isinf(), 0) for x in (got, wanted))
         if "psum" in name:  # a kernel writes padding rows too
             rows = torch.cat([torch.arange(100), torch.arange(128, 188)])
             got, wanted = got[rows], wanted[rows]
