@@ -18,7 +18,7 @@ _lines = 0
 
 
 class Progress:
-    """Counts steps towards ``total``. Says nothing where nothing takes long."""
+    """Counts steps towards ``total``; 0 if nobody knows how many they will be. One step alone shows no bar."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done = title, total, 0
@@ -26,7 +26,7 @@ class Progress:
         self._line: Any = None
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty() and self.total > 1:
+        if sys.stderr.isatty() and self.total != 1:
             self._line = _add_line(self.title, self.total)
         return self
 
@@ -69,7 +69,7 @@ def _add_line(title: str, total: int) -> Any:
             _bar = Bar(*columns, console=Console(stderr=True), transient=True)
             _bar.start()
         _lines += 1
-        return _bar.add_task(title, total=total)
+        return _bar.add_task(title, total=total or None)
 
 
 def _remove_line(line: Any) -> None:
