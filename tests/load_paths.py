@@ -29,7 +29,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PATHS = (
-    "package",  # the slowest first: with several jobs the rest runs beside it
+    "package",  # the slowest first: with several jobs the rest runs beside them
+    "package_op",
     "disk",
     "mega_cache",
     "aot_compile",
@@ -40,7 +41,7 @@ PATHS = (
     "cudagraphs",
 )
 MODELS = ("toy", "mhc", "gemm", "plain")
-LIMITS = {"package": 240.0}
+LIMITS = {"package": 240.0, "package_op": 240.0}
 """Seconds after which a stage is cut. A ``.pt2`` with DeepGEMM compiles for about 60 s on a GPU machine."""
 LIMIT = 120.0
 
@@ -53,7 +54,7 @@ def paths_of(model: str) -> tuple[str, ...]:
 
 def environment(folder: Path, path: str, what: str) -> dict[str, str]:
     """Private caches; a path through one file finds Inductor's cache empty when it loads."""
-    what = "load" if what == "blind" else what
+    what = "load" if what == "blind" else what  # without fxwarm
     through_a_file = path not in ("disk", "precompile", "training", "cudagraphs")
     inductor = folder / (f"{path}-inductor-{what}" if through_a_file else f"{path}-inductor")
     kernels = folder / f"{path}-kernels"
