@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fxwarm.families.deep_gemm import DeepGemm, inputs, library
+from fxwarm.families.deep_gemm import load as module
 from fxwarm.families.deep_gemm.keys import strides_of
 from fxwarm.families.deep_gemm.load import load
 from fxwarm.records import Planned, Target
@@ -160,6 +161,18 @@ def test_every_kernel_is_launched_once_and_never_at_zero_rows():
     assert len(counting.sizes) == len(planned)
     assert counting.sizes == sorted(counting.sizes, reverse=True)  # the peak is that of one launch
     assert min(counting.sizes) == 1
+
+
+def test_witnesses_run_on_the_current_device_and_never_under_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert module._current(torch) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    counting = Counting()
+    loaded = list(load(plan(dense(256, 256, upper=40)), counting, nothing, memory=1 << 30))
+    assert loaded
+    assert all("call fxwarm.warm_all() before the capture" in x.error for x in loaded)
+    assert counting.sizes == []
 
 
 def test_load_leaves_no_entry_unplanned_and_verify_shows_one(fake, toolkit, monkeypatch, tmp_path):
