@@ -18,6 +18,7 @@ _MODULES = {
     "deep_gemm": ("deep_gemm", "vllm.third_party.deep_gemm"),
     "flashinfer": ("flashinfer",),
     "flashinfer.fused_moe": ("flashinfer.fused_moe",),
+    "flashinfer.gemm": ("flashinfer.gemm",),
 }
 _INSTALL = {"deep_gemm": "fxwarm[deepgemm]", "flashinfer": "fxwarm[flashinfer]"}
 _chosen: dict[str, ModuleType] = {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxwarm.ops import _gemm
-from fxwarm.ops.scales import FP8, per_token_cast_to_fp8
+from fxwarm.ops.scales import FP8, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 _SWIGLU, _SWIGLU_BIAS = 3, 5
 _FP8_MAX = 448.0
@@ -84,6 +84,26 @@ def bmm(
 ) -> Tensor:
     """Multiply in float32, then by both scales."""
     return (torch.bmm(A.float(), B.float()) * (A_scale * B_scale)).to(dtype)
+
+
+def block_scale(
+    *,
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Multiply in float32 what the kernel sees: bfloat16 operands are quantised, rows in runs of 128."""
+    if input_scale is None:
+        input, input_scale = per_token_cast_to_fp8(input)
+    if weight_scale is None:
+        weight, weight_scale = per_block_cast_to_fp8(weight)
+    out = torch.empty((input.shape[0], weight.shape[0]), device=input.device)
+    by_row = weight_scale.shape[0] == weight.shape[0]
+    recipe = (1, 1, 128) if by_row else (1, 128, 128)
+    _gemm.dense(a=input, a_sf=input_scale, b=weight, b_sf=weight_scale, d=out, recipe=recipe)
+    return out.to(out_dtype or torch.bfloat16)
 
 
 def mono(

@@ -81,6 +81,35 @@ def check_bmm(
     return A.new_empty((batch, m, n), dtype=dtype)
 
 
+def check_block_scale(
+    op: str,
+    *,
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """Check ``[M, K] @ [N, K].T``, scales of FP8 operands in runs of 128 or blocks; return ``[M, N]``."""
+    check_rank(op, "weight", weight, "[N, K]")
+    check_rank(op, "input", input, "[M, K]")
+    m, (n, k) = input.shape[0], weight.shape
+    check_shape(op, "input", input, [m, k], f"weight = {describe(weight)}", rows=(0,))
+    for name, tensor, scale in (("input", input, input_scale), ("weight", weight, weight_scale)):
+        check_dtype(op, name, tensor, (torch.bfloat16, FP8))
+        if (tensor.dtype == FP8) != (scale is not None):
+            text = "needs its scales" if scale is None else "is quantised by FlashInfer; give no"
+            raise ShapeMismatchError(f"{op}: {name} = {describe(tensor)} {text} {name}_scale")
+    columns = (k + _BLOCK - 1) // _BLOCK
+    if input_scale is not None:
+        because = f"input = {describe(input)}"
+        check_shape(op, "input_scale", input_scale, [m, columns], because, rows=(0,))
+    if weight_scale is not None and weight_scale.shape[0] != n:
+        wanted = [(n + _BLOCK - 1) // _BLOCK, columns]
+        check_shape(op, "weight_scale", weight_scale, wanted, f"weight = {describe(weight)}")
+    return input.new_empty((m, n), dtype=out_dtype or torch.bfloat16)
+
+
 def check_mono(
     op: str,
     *,

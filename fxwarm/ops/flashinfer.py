@@ -110,6 +110,21 @@ bmm_fp8 = define_op(
 )
 """``[b, M, K] @ [b, K, N] -> [b, M, N]`` with one scale a tensor; ``B`` is column-major on CUDA."""
 
+_FP8_BLOCKSCALE_GEMM_SM90 = (
+    "fp8_blockscale_gemm_sm90(Tensor input, Tensor weight, Tensor? input_scale=None, "
+    "Tensor? weight_scale=None, ScalarType? out_dtype=None) -> Tensor"
+)
+fp8_blockscale_gemm_sm90 = define_op(
+    _FP8_BLOCKSCALE_GEMM_SM90,
+    fake=partial(_moe_checks.check_block_scale, "fp8_blockscale_gemm_sm90"),
+    cpu=_moe.block_scale,
+    cuda=_call_by_name(
+        _FP8_BLOCKSCALE_GEMM_SM90, Function("flashinfer.gemm", "fp8_blockscale_gemm_sm90")
+    ),
+    by_name=True,
+)
+"""``[M, K] @ [N, K].T -> [M, N]`` in DeepSeek's blocks; its kernels are compiled by nvcc at call time. SM90."""
+
 _MONO_MOE = (
     "mono_moe(Tensor activations_in, Tensor router_logits, Tensor expert_weights_up, "
     "Tensor expert_scales_up, Tensor expert_weights_down, Tensor expert_scales_down, int top_k, "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fxwarm.ops.flashinfer  # noqa: F401
-from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
+from passes.records import ShapeSet
 
 
 class Case:
@@ -135,25 +135,7 @@ class BlockScale(Case):
         return [normal((self.N, self.K), device, torch.float8_e4m3fn), scale]
 
     def op(self, x: Any, weight: Any, scale: Any) -> Any:
-        from flashinfer.gemm import fp8_blockscale_gemm_sm90
-
-        return fp8_blockscale_gemm_sm90(x, weight, None, scale)
-
-    def shapes(self) -> ShapeSet:
-        """Return the call as an engine's op would show it: this one has no op of ours."""
-
-        def spec(dtype: str, *dims: Any) -> TensorSpec:
-            made = tuple(d if isinstance(d, Dim) else Dim.static(d) for d in dims)
-            return TensorSpec(dtype, made)
-
-        tensors = (
-            ("input", spec("bfloat16", Dim("s0", 1, self.most, ((1, self.most, 1),)), self.K)),
-            ("weight", spec("float8_e4m3fn", self.N, self.K)),
-            ("weight_scale", spec("float32", -(-self.N // 128), self.K // 128)),
-        )
-        symbols = (Symbol("s0", 1, self.most),)
-        call = KernelCall("flashinfer", "fp8_blockscale_gemm_sm90", tensors, (), symbols)
-        return ShapeSet((call,), (Site(),))
+        return torch.ops.fxwarm.fp8_blockscale_gemm_sm90(x, weight, None, scale)
 
     def error(self, device: str) -> float:
         (x,), (weight, scale) = self.inputs(33, device), self.weights(device)

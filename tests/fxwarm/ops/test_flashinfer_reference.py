@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxwarm.exc import ShapeMismatchError
 from fxwarm.ops import per_block_cast_to_fp8
 from fxwarm.ops.scales import FP8, dequantize
 from tests.fxwarm.ops.tensors import BF16, F32, close, randn
@@ -155,3 +156,23 @@ def test_a_mono_moe_routes_and_takes_the_gate_half_first(scoring, renormalize):
                 woven[:, to : to + 8], woven[:, to + 8 : to + 16] = gate[:, rows], linear[:, rows]
     args = (x, logits, woven.view(FP8), up_sf, down, down_sf, TOP, scoring, renormalize)
     assert torch.equal(ops.mono_moe(*args, interleave_up=False), out)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_dense_gemm_in_deepseeks_blocks(quantised):
+    x, w = randn(5, H, dtype=BF16), randn(192, H, dtype=BF16)
+    weight, scale = per_block_cast_to_fp8(w)
+    arguments = {"weight": weight, "weight_scale": scale} if quantised else {"weight": w}
+    out = ops.fp8_blockscale_gemm_sm90(x, **arguments)
+    assert out.dtype == BF16
+    assert out.shape == (5, 192)
+    assert close(out, x.float() @ w.float().T, 0.06)
+
+
+def test_scales_that_are_lacking_or_too_many_are_told():
+    x, w = randn(5, H, dtype=BF16), randn(192, H, dtype=BF16)
+    weight, scale = per_block_cast_to_fp8(w)
+    with pytest.raises(ShapeMismatchError, match="needs its scales"):
+        ops.fp8_blockscale_gemm_sm90(x.to("meta"), weight.to("meta"))
+    with pytest.raises(ShapeMismatchError, match="give no weight_scale"):
+        ops.fp8_blockscale_gemm_sm90(x.to("meta"), w.to("meta"), None, scale.to("meta"))

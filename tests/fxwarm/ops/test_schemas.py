@@ -36,7 +36,13 @@ TILE_KERNELS = (
     "mhc_head_compute_mix",
     "expand_to_mhc",
 )
-FLASHINFER = ("cutlass_fused_moe", "bmm_fp8", "mono_moe", "trtllm_fp8_block_scale_moe")
+FLASHINFER = (
+    "cutlass_fused_moe",
+    "bmm_fp8",
+    "fp8_blockscale_gemm_sm90",
+    "mono_moe",
+    "trtllm_fp8_block_scale_moe",
+)
 
 
 def _schemas(names: tuple[str, ...]) -> str:
@@ -65,6 +71,7 @@ def test_flashinfer_ops_hold_all_that_enters_the_tuners_key():
         """\
 cutlass_fused_moe(Tensor input, Tensor token_selected_experts, Tensor token_final_scales, Tensor fc1_expert_weights, Tensor fc2_expert_weights, ScalarType output_dtype, Tensor[] quant_scales, Tensor? fc1_expert_biases=None, Tensor? fc2_expert_biases=None, Tensor? input_sf=None, Tensor? swiglu_alpha=None, Tensor? swiglu_beta=None, Tensor? swiglu_limit=None, int tp_size=1, int tp_rank=0, int ep_size=1, int ep_rank=0, int cluster_size=1, int cluster_rank=0, bool enable_alltoall=False, bool use_deepseek_fp8_block_scale=False, bool use_w4_group_scaling=False, bool use_mxfp8_act_scaling=False, bool min_latency_mode=False, bool use_packed_weights=False, bool use_wfp4afp8_humming=False, int tune_max_num_tokens=8192, bool? enable_pdl=None, int activation_type=3, bool swizzled_input_sf=True, bool use_fused_finalize=True, int[]? profile_ids=None) -> Tensor
 bmm_fp8(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarType dtype, str backend="cublas") -> Tensor
+fp8_blockscale_gemm_sm90(Tensor input, Tensor weight, Tensor? input_scale=None, Tensor? weight_scale=None, ScalarType? out_dtype=None) -> Tensor
 mono_moe(Tensor activations_in, Tensor router_logits, Tensor expert_weights_up, Tensor expert_scales_up, Tensor expert_weights_down, Tensor expert_scales_down, int top_k, str scoring_func="softmax", bool renormalize=True, bool interleave_up=True) -> Tensor
 trtllm_fp8_block_scale_moe(Tensor routing_logits, Tensor? routing_bias, Tensor hidden_states, Tensor hidden_states_scale, Tensor gemm1_weights, Tensor gemm1_weights_scale, Tensor gemm2_weights, Tensor gemm2_weights_scale, int num_experts, int top_k, int? n_group, int? topk_group, int intermediate_size, int local_expert_offset, int local_num_experts, float? routed_scaling_factor, int routing_method_type=0, bool use_shuffled_weight=False, int weight_layout=0, bool? enable_pdl=None, int tune_max_num_tokens=8192, int activation_type=3, bool norm_topk_prob=True) -> Tensor""",
     )

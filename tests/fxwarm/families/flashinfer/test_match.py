@@ -150,7 +150,14 @@ def test_the_family_is_built_in():
 
 
 @pytest.mark.parametrize(
-    "name", ["cutlass_fused_moe", "bmm_fp8", "mono_moe", "trtllm_fp8_block_scale_moe"]
+    "name",
+    [
+        "cutlass_fused_moe",
+        "bmm_fp8",
+        "fp8_blockscale_gemm_sm90",
+        "mono_moe",
+        "trtllm_fp8_block_scale_moe",
+    ],
 )
 def test_every_op_of_ours_is_recognised(name):
     from fxwarm.families.flashinfer.entries import ENTRIES
