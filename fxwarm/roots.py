@@ -103,7 +103,7 @@ def in_use(environ: Mapping[str, str] = os.environ) -> list[Path]:
         for module, variable, _, below_home in _PLACES
         if module and (environ.get(variable) or home)
     ]
-    return [folder for folder in found if folder.is_dir()]
+    return [folder for folder in found if os.path.isdir(folder)]  # False where one may not look
 
 
 def folders(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:

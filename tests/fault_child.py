@@ -57,6 +57,8 @@ class Careful(Toy):
     def load(self, planned: Any, target: Target, bind: Any) -> Any:
         for p in planned:
             if ",".join(p.key.template) == os.environ.get("TOY_OOM"):
+                if os.environ["TOY_OOM_HOW"] == "host":
+                    torch.empty(1 << 50, dtype=torch.uint8)
                 raise torch.OutOfMemoryError("out of memory: tried to allocate 80 GiB")
             time.sleep(float(os.environ.get("TOY_LOAD_SECONDS", "0")))
             yield from super().load([p], target, bind)

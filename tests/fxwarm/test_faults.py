@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from fxwarm import receipts, store
-from fxwarm.families.deep_gemm.cache import is_whole_elf
+from fxwarm.families.deep_gemm.cache import Roots, is_whole_elf, publish, scratch
 from fxwarm.records import CompileKey, Planned, Source, Target, WarmPlan, WarmReport
 from tests import fault_child
 
@@ -108,16 +108,20 @@ def wait_for(path: Path, seconds: float = 30) -> None:
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_a_clean_start_completes(machine, times):
     chance = random.Random(times)
-    for _ in range(times):
-        process = machine.start("warm", WIDTHS)
+    exits, widths = [], WIDTHS
+    for width in range(7, 7 + times):  # each start has something left to build
+        widths = (*widths, width)
+        process = machine.start("warm", widths)
         time.sleep(chance.uniform(0.05, 0.7))
         process.kill()
         process.join()
-    report = machine.warm()
+        exits.append(process.exitcode)
+    assert -signal.SIGKILL in exits
+    report = machine.warm(widths)
     assert report.status == "complete"
-    assert len(report.loaded) == KERNELS
+    assert len(report.loaded) == 3 * len(widths)
     machine.check_caches()
-    assert machine.warm().built == ()
+    assert machine.warm(widths).built == ()
 
 
 def test_eight_processes_at_once_build_each_kernel_once(machine):
@@ -229,6 +233,22 @@ def test_where_renames_lose_the_calls_are_right_and_the_next_start_completes(mac
     machine.check_caches()
 
 
+def test_where_a_rename_is_refused_for_good_a_build_says_so_at_once(machine, mount):
+    """A file system of its own under DeepGEMM's ``tmp``: no rename out of it can work, and there is nothing to wait for."""
+    where = Roots("A", machine.folder / "deep_gemm")
+    (where.write / "tmp").mkdir(parents=True)
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where.write / "tmp"))
+    begin = time.monotonic()
+    with scratch(where) as room:
+        (room / "entry").mkdir()
+        (room / "entry" / "kernel.cu").write_text("// a kernel")
+        with pytest.raises(OSError, match="cross-device"):
+            publish(room / "entry", "kernel.k." + "0" * 32, where)
+    assert time.monotonic() - begin < 30
+    assert not list((where.write / "cache").iterdir())
+    assert not list((where.write / "tmp").iterdir())
+
+
 def test_an_upgraded_library_gets_a_plan_of_its_own(machine):
     first = machine.warm()
     second = machine.warm(env={"TOY_VERSION": "2.0", "TOY_CACHE_DIR": str(machine.folder / "toy2")})
@@ -258,14 +278,17 @@ def test_a_damaged_entry_is_built_again_and_a_foreign_one_left_alone(machine, da
         assert (machine.fx / "notes").is_dir()
 
 
-def test_out_of_memory_costs_one_kernel_and_the_next_start_does_that_one(machine):
-    """NVIDIA/TensorRT-LLM#14851"""
-    report = machine.warm(env={"TOY_OOM": "3,other"})
+@pytest.mark.parametrize(
+    ("how", "words"), [("device", "out of memory"), ("host", "allocate memory")]
+)
+def test_out_of_memory_costs_one_kernel_and_the_next_start_does_that_one(machine, how, words):
+    """NVIDIA/TensorRT-LLM#14851. The host's is real; the device's is what torch raises there."""
+    report = machine.warm(env={"TOY_OOM": "3,other", "TOY_OOM_HOW": how})
     assert report.status == "partial"
     assert len(report.built) == KERNELS
     (failed,) = report.failed
     assert failed.key.template == ("3", "other")
-    assert "out of memory" in failed.error
+    assert words in failed.error
     assert sum(not x.error for x in report.loaded) == KERNELS - 1
     assert not list(machine.fx.rglob("receipt.json"))
     report = machine.warm()
@@ -367,12 +390,13 @@ def crafted(plan: str) -> dict[str, str]:
 NAMES = tuple(crafted('{"planned":[{"key":{}}]}'))
 
 
+@pytest.mark.parametrize("file", ["plan", "learned"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_crafted_plan_does_no_harm(machine, name):
+def test_a_crafted_plan_does_no_harm(machine, name, file):
     first = machine.warm((3,))
     folder = machine.fx / first.plan_key
     text = crafted((folder / "plan.json").read_text())[name]
-    (folder / "plan.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    (folder / f"{file}.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     (machine.folder / "fault_canary.py").write_text(
         f"open({str(machine.folder / 'evil')!r}, 'w').write('x')"
     )

@@ -12,6 +12,7 @@ Source: DeepGEMM ``csrc/jit/compiler.hpp``, ``cache.hpp``; sgl-deep-gemm 0.2.5.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -44,6 +45,9 @@ SEEN_TRIES, SEEN_EVERY = (
     90,
     1.0,
 )  # seconds; clients of NFS remember for up to 60 that a name was not there
+
+_NOT_LOST = (errno.EXDEV, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
+"""Why a rename fails that nobody else has won: there is nothing to wait for."""
 
 CODE, CUBIN, COMMITTED = "kernel.cu", "kernel.cubin", ".committed"
 
@@ -176,8 +180,8 @@ def publish(built: Path, entry: str, cache: Roots) -> Path:
         set_aside(target, cache)
     try:
         built.rename(target)
-    except OSError:
-        if not _appears(target, cache.generation):
+    except OSError as error:
+        if error.errno in _NOT_LOST or not _appears(target, cache.generation):
             raise
         shutil.rmtree(built, ignore_errors=True)
     _sync_one(target.parent)
