@@ -159,6 +159,9 @@ def _plan_family(
         drift = getattr(family, "drift", None)
         if drift is not None:
             notes += [str(d) for d in drift(modelled, recorded)]
+        # A library may be asked in another order: a plan has the smallest sizes first, which max_keys counts on.
+        place = {p: i for i, p in enumerate(modelled)}
+        recorded.sort(key=lambda p: place.get(p, len(place)))
         # The library itself answered, so what the model could not say is no gap any more.
         return recorded, asked_gaps, notes
     return modelled, [*gaps, *asked_gaps], notes

@@ -1,8 +1,8 @@
 """The DeepGEMM family: everything that knows DeepGEMM lives in this room.
 
 graph -> ``match`` -> calls -> ``keys`` (the heuristics, modelled) or ``recorder`` (the library
-itself, asked) -> ``build`` (nvcc, in parallel, into the library's ``cache``) -> ``load`` (one
-launch of each). Importing this imports nothing else: the recorder's child comes through here.
+itself, asked) -> ``build`` (nvcc, in parallel, into the library's ``cache``; in NVRTC mode ``workers``) -> ``load``
+(one launch of each). Importing this imports nothing else: the children come through here.
 """
 
 from __future__ import annotations

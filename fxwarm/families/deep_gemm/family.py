@@ -38,17 +38,8 @@ class DeepGemm:
     distributions = library.DISTRIBUTIONS
     devices = ("cuda",)
     activations = (
-        "a",
-        "a_sf",
-        "c",
-        "d",
-        "sqr_sum",
-        "grouped_layout",
-        "masked_m",
-        "ks",
-        "q",
-        "q_sf",
-    )
+        "a", "a_sf", "c", "d", "sqr_sum", "grouped_layout", "masked_m", "ks", "q", "q_sf",
+    )  # fmt: skip
     archs = ("sm_90a",)
     """Seen to work on an H200; the rules for SM100 were checked against compiled code only."""
 

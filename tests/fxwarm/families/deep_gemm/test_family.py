@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from fxwarm import exc
+from fxwarm import exc, planner
 from fxwarm.families.deep_gemm import DeepGemm
+from fxwarm.families.deep_gemm.build import by_cost
 from fxwarm.families.deep_gemm.shapes import local_experts
 from fxwarm.family import check
 from fxwarm.records import Library, Planned, Target
@@ -178,6 +179,22 @@ def test_the_laws_of_a_family_hold():
 
     keys = check_family(DeepGemm, [dense(2112, 7168), dense(576, 5120)], H200, library=sgl())
     assert len(keys) > 24
+
+
+def test_a_plan_has_the_smallest_sizes_first_in_whatever_order_the_library_was_asked():
+    calls = [dense(2112, 7168), dense(576, 5120)]
+    modelled = plan(*calls)
+
+    class Asked(DeepGemm):
+        def record(self, calls, target, library):
+            yield from by_cost(modelled)
+
+    found, gaps, notes = planner._plan_family(
+        Asked(), calls, H200, Library("sgl-deep-gemm", "0.1.5.post1", installed=True),
+        ask=True, on_planned=None,
+    )  # fmt: skip
+    assert [p.key for p in found] == [p.key for p in modelled] != [p.key for p in by_cost(modelled)]
+    assert [min(map(rows, found)), gaps, notes] == [rows(found[0]), [], []]
 
 
 def test_an_unknown_wanted_version_is_refused():
