@@ -467,6 +467,22 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
     assert {gap.op for gap in plan.gaps} == {"fp8_mqa_logits", "fp8_paged_mqa_logits"}
 
 
+def test_what_a_step_brings_is_no_weight_although_it_is_an_input(deep_gemm, tile_kernels):
+    metadata = entry(
+        deep_gemm, "get_paged_mqa_logits_metadata", "context_lens, block_kv, num_sms, indices=None"
+    )
+    lens = torch.zeros(6, 1, dtype=torch.int32, device="meta")
+    (call,) = fxwarm.trace(lambda lens: metadata(lens, 64, 132), lens).calls
+    assert (call["context_lens"].dims[0].lower, call["context_lens"].dims[0].upper) == (1, 8192)
+    x, residual, post, comb = (
+        torch.zeros(6, 3, *rest, device="meta") for rest in ((64,), (4, 64), (4, 1), (4, 4))
+    )
+    args = x.bfloat16(), residual.bfloat16(), post, comb
+    with torch.no_grad():
+        (call,) = fxwarm.trace(lambda *a: tile_kernels.mhc_post(*a), *args).calls
+    assert call["residual"].dims[0].upper == 8192
+
+
 def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
     names = {
         "fp8_fp4_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, logits_dtype=None",

@@ -425,7 +425,7 @@ def main() -> None:
     parser.add_argument(
         "--total", type=float, default=135.0, help="seconds after which none begins"
     )
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=10)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of tests")
     parser.add_argument("--dry", action="store_true", help="list the tests, run none")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)

@@ -11,6 +11,7 @@ Source: TileKernels 1.0.0, ``tile_kernels/modeling/mhc/ops``.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,6 +46,8 @@ _MAIN = {
 _OUTER = {"mhc_pre_split_mixes": 1, "mhc_head_compute_mix": 1, "expand_to_mhc": 1}
 """Trailing dims of the first tensor that belong to a token; 2 where none is given."""
 
+_WEIGHTS = ("fn", "mhc_fn", "mhc_scale")
+
 NAMES = tuple(_MAIN)
 
 
@@ -65,7 +68,13 @@ def match(op: Any) -> KernelCall | Gap | None:
         attrs[name] = known
     if op.arguments.get("mhc_norm_weight") is not None:
         attrs["norm"] = True
-    tensors = {name: op.arguments[name] for name in names}
+    # an activation is no graph input here: one with static sizes would pass for a weight
+    tensors = {
+        name: op.arguments[name]
+        if name in _WEIGHTS
+        else dataclasses.replace(op.arguments[name], placeholder=None)
+        for name in names
+    }
     call: KernelCall = op.call("tilelang", op.name, tensors, attrs)
     return call
 
