@@ -217,6 +217,16 @@ def _keep(plan: WarmPlan, report: WarmReport, folder: Path) -> WarmReport:
     return report
 
 
+def changed(plan: WarmPlan, options: Options) -> list[str]:
+    """Return what is wrong with the files that the receipt of ``plan`` names, their contents compared; reads them all."""
+    key = warm_key(plan)
+    folder = store.root_with(key, options.cache_dir)
+    receipt = store.read(store.path_of(folder, key, "receipt"), WarmReport)
+    if receipt is None or receipt.plan_key != key:
+        return []
+    return [why for entry in receipt.entries if (why := check_entry(entry, whole=True))]
+
+
 def _files(plan: WarmPlan) -> list[str]:
     """Return the cache files that hold the plan's kernels."""
     from fxwarm.family import by_family

@@ -37,19 +37,23 @@ def warm(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Say whether a plan is warm on this machine's disk: 0 it is, 1 something is missing or another build."""
+    """Say whether a plan is warm on this machine's disk: 0 it is, 1 something is missing, changed or another build."""
+    from fxwarm import receipts
     from fxwarm.doctor import missing, other_builds
+    from fxwarm.options import resolve
     from fxwarm.records import WarmPlan
 
     made = WarmPlan.from_json(args.plan.read_bytes())
     with busy(f"looking for {len(made)} kernels …"):
         lacking, others = missing(made), other_builds(made)
-    is_warm = not lacking and not others and made.is_complete
+        changed = receipts.changed(made, resolve())
+    is_warm = not (lacking or changed or others) and made.is_complete
     if args.json:
         found = {
             "warm": is_warm,
             "planned": len(made),
             "missing": lacking,
+            "changed": changed,
             "libraries": others,
             "gaps": made.gaps,
         }
@@ -58,6 +62,8 @@ def verify(args: argparse.Namespace) -> int:
         print(f"{len(made) - len(lacking)} of {len(made)} kernels are on this machine's disk")
         for key in lacking:
             print(f"missing: {key}")
+        for text in changed:
+            print(f"changed since its receipt: {text}; remove it and run fxwarm warm")
         for text in (*others, *(f"gap: {gap}" for gap in made.gaps)):
             print(text)
         print("warm" if is_warm else "not warm; run fxwarm warm on this machine")

@@ -15,6 +15,7 @@ from fxwarm import caches
 from fxwarm.cli import DONE, FAILED, INCOMPLETE, main
 from fxwarm.records import WarmPlan, WarmReport
 from passes.records import ShapeSet
+from tests import toy_family
 from tests.toy_family import Toy
 
 MODEL = """
@@ -81,7 +82,29 @@ def test_from_a_function_to_warm_kernels(plan, capsys):
     capsys.readouterr()
     assert main(["verify", "plan.json", "--json"]) == DONE
     found = json.loads(capsys.readouterr().out)
-    assert found == {"warm": True, "planned": 3, "missing": [], "libraries": [], "gaps": []}
+    assert found == {
+        "warm": True,
+        "planned": 3,
+        "missing": [],
+        "changed": [],
+        "libraries": [],
+        "gaps": [],
+    }
+
+
+def test_verify_compares_the_contents_with_the_receipt(plan, capsys):
+    """A start looks at sizes only: one changed byte is found here."""
+    assert main(["warm", "plan.json"]) == DONE
+    entry = next(toy_family.cache_dir().glob("scale_*/kernel.so"))
+    data = bytearray(entry.read_bytes())
+    data[-1] ^= 1
+    entry.with_suffix(".new").write_bytes(data)
+    entry.with_suffix(".new").replace(entry)  # a loaded kernel's own pages must stay
+    capsys.readouterr()
+    assert main(["verify", "plan.json"]) == INCOMPLETE
+    out = capsys.readouterr().out
+    assert f"{entry.parent.name}/kernel.so has other contents; remove it and run fxwarm warm" in out
+    assert "3 of 3 kernels are on this machine's disk" in out
 
 
 def test_show_prints_any_of_our_files_and_draws_it(plan, capsys):
