@@ -116,7 +116,16 @@ def test_a_build_beyond_the_limit_is_given_up_by_name(fresh):
     )
 
 
-def test_a_worker_that_dies_costs_its_key_alone(fresh, monkeypatch):
+def test_a_fork_that_dies_or_hangs_costs_its_key_alone(fresh):
+    plan = [toy(n, width=8) for n in ("deadly", "endless")] + [toy("scaled", width=8, factor=7.5)]
+    dead, endless, good = (p.key for p in plan)
+    errors = {b.key: b.error for b in build(plan, CPU, 3, limit=30)}
+    assert errors[dead] == "the worker ended with 3: no memory left"
+    assert errors[endless] == "no answer within 30 s; raise fxwarm.build_timeout"
+    assert errors[good] == ""
+
+
+def test_a_server_that_dies_costs_all_keys_and_says_how(fresh, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     plan = two(1.2e-6)
     built = list(build(plan, CPU, 2))

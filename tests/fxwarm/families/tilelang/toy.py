@@ -1,4 +1,8 @@
-"""TileLang kernels for the tests: one that works, one that cannot be elaborated, one in eager style."""
+"""TileLang kernels for the tests: one that works, some that cannot be elaborated, one in eager style."""
+
+import os
+import sys
+import time
 
 import tilelang
 from tilelang import language as T
@@ -20,6 +24,17 @@ def scaled(width: int, factor: float, step: int = 1):
 @tilelang.jit(target="c", execution_backend="cython")
 def broken(width: int):
     raise ValueError(f"no kernel of width {width}")
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def deadly(width: int):
+    print("no memory left", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def endless(width: int):
+    time.sleep(600)
 
 
 @tilelang.jit(target="c", execution_backend="cython")
