@@ -387,7 +387,8 @@ def main() -> None:
     }
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
+        Path(args.out).write_text(found + "\n")
     for name, one in found.items():
         print(f"{name}: {json.dumps(one)[:600]}", flush=True)
     for what, kept in result["verdicts"].items():

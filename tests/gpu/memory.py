@@ -408,7 +408,8 @@ def main() -> None:
     }  # fmt: skip
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
+        Path(args.out).write_text(found + "\n")
     print(
         f"{'':16}{'peak MiB':>9}{'measured':>9}{'kept MiB':>9}{'launches':>9}{'JIT after':>10}  claims"
     )

@@ -196,7 +196,8 @@ def main() -> None:
             result["runs"][name] = spawn(name, Path(folder, f"run{at}"), toolkits[name], args.jobs)
             if args.out:
                 Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-                Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+                found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
+                Path(args.out).write_text(found + "\n")
     print(
         f"{'':20}{'kernels':>8}{'by nvcc':>8}{'launches':>9}{'cold s':>8}{'load s':>8}{'MiB':>7}{'JIT after':>10}{'slowest ms':>11}  claims"
     )
