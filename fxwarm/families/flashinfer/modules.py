@@ -63,6 +63,9 @@ def _build_one(planned: Planned) -> Built:
     begin = time.perf_counter()
     try:
         size = _build(planned.key.kernel)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        text = str(upstream.not_writable(error))
+        return Built(planned.key, time.perf_counter() - begin, error=text)
     except Exception as error:
         return Built(planned.key, time.perf_counter() - begin, error=shorten(error))
     return Built(planned.key, time.perf_counter() - begin, size)

@@ -24,6 +24,7 @@ __all__ = [
     "function_of",
     "load",
     "make_spec",
+    "not_writable",
     "open_module",
 ]
 
@@ -61,14 +62,19 @@ def load() -> Any:
                 f"flashinfer is installed in part: its import needs {error.name}; pip install {_pip_name(error.name)}"
             ) from error
         except OSError as error:
-            raise exc.LibraryError(
-                f"flashinfer cannot write its workspace ({error}); set FLASHINFER_WORKSPACE_BASE to a folder that can "
-                "be written before it is imported"
-            ) from error
+            raise not_writable(error) from error
         except Exception as error:  # a jit-cache or cubin package of another version, an old driver
             raise exc.LibraryError(
                 f"flashinfer is installed but does not import ({type(error).__name__}: {error}); see its requirements"
             ) from error
+
+
+def not_writable(error: OSError) -> exc.LibraryError:
+    """Return the error of a workspace that refused a file."""
+    return exc.LibraryError(
+        f"flashinfer cannot write its workspace ({error}); set FLASHINFER_WORKSPACE_BASE to a folder that can "
+        "be written before it is imported"
+    )
 
 
 def make_spec(name: str) -> Any:

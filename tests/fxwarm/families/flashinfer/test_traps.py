@@ -158,6 +158,26 @@ def test_a_module_built_ahead_that_does_not_load_starts_a_build(spec):
     assert spec.done == ["ninja", "open"]
 
 
+def test_a_workspace_that_cannot_be_written_says_what_to_set(library, monkeypatch):
+    from flashinfer.jit import core, env
+    from flashinfer.jit.core import gen_jit_spec
+
+    from fxwarm.families.flashinfer import upstream
+
+    in_the_way = library.folder / "file"
+    in_the_way.write_text("")
+    monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", in_the_way / "cached_ops")
+    monkeypatch.setattr(core, "run_ninja", lambda *a: None)
+    monkeypatch.setattr(modules, "nvcc", lambda: "nvcc")
+    monkeypatch.setattr(modules.shutil, "which", lambda name: name)
+    monkeypatch.setattr(upstream, "make_spec", lambda name: gen_jit_spec(name, []))
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    (built,) = modules.build(
+        [Planned(CompileKey("flashinfer", "gemm", ("sm_90a",), "cached_ops"))], 1
+    )
+    assert "set FLASHINFER_WORKSPACE_BASE" in built.error
+
+
 def test_a_build_makes_its_spec_once(library, monkeypatch):
     """The one of ``fused_moe_90`` writes 247 sources, and a spec is asked whether it is ahead of time, and where it is."""
     from fxwarm.families.flashinfer import upstream
