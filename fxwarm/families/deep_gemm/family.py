@@ -39,6 +39,8 @@ class DeepGemm:
     devices = ("cuda",)
     activations = (
         "a", "a_sf", "c", "d", "sqr_sum", "grouped_layout", "masked_m", "ks", "q", "q_sf",
+        "kv", "kv_sf", "kv_cache", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "context_lens", "block_table",
+        "schedule_meta", "indices",
     )  # fmt: skip
     archs = ("sm_90a",)
     """Seen to work on an H200; the rules for SM100 were checked against compiled code only."""
