@@ -105,16 +105,20 @@ def _layout(call: KernelCall, version: h.Version, settings: h.Settings) -> Itera
         rows = place_of(call, where.m).expr if where else dims[-2]
         image = image_of(call, rows, *dims, *strides)
         seen: set[h.Kernel] = set()
+        widths: set[int] = set()
         for at, row in enumerate(image.rows.tolist()):
             if row[0] < 1:
                 continue  # the library returns before it looks at the scales
             shape, stride = row[1 : 1 + len(dims)], row[1 + len(dims) :]
             if settings.arch == 90:
+                if shape[-1] in widths:
+                    continue  # whatever the rest of it is: on SM90 a width has one kernel or none
                 kernel = h.get_mn_major_tma_aligned_tensor(shape, stride, version)
             else:
                 kernel = _packed(call, name, shape, stride, version)
             if kernel is not None and kernel not in seen:
                 seen.add(kernel)
+                widths.add(shape[-1])
                 yield kernel, row[0], witness_at(call, image, at)
 
 
