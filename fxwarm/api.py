@@ -38,14 +38,20 @@ def plan(
     return make_plan(shapes, target, libraries, ask=ask, max_keys=settings.max_keys)
 
 
-def warm(plan: WarmPlan, device: Any = None, **options: Any) -> WarmReport:
+def warm(plan: WarmPlan | ShapeSet, device: Any = None, **options: Any) -> WarmReport:
     """Build, tune and load every kernel of ``plan`` in this process; return what was done.
 
-    ``device`` is the current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options``
+    Shapes are planned for this device first, and what is known is built while the rest is asked. ``device`` is the current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options``
     (``jobs=8``, ``strict=True``). Raises LibraryError where the plan is for another kind of device.
     """
+    import torch
+
     from fxwarm import exc, runtime, warmup
 
+    if isinstance(plan, ShapeSet):
+        here = runtime.current_device() if device is None else torch.device(device)
+        target = Target.current(here)
+        return warmup.Warmup(plan, resolve(options), device=here, target=target).finish()
     where = runtime.current_device(plan.target.device)
     if plan.target.device != where.type and plan.planned:
         raise exc.LibraryError(
@@ -61,7 +67,7 @@ def warm_model(
     """Trace ``model(*args, **kwargs)`` for any batch up to ``max_size``, plan for this device, and warm."""
     from fxwarm.tracing import trace
 
-    return warm(plan(trace(model, *args, max_size=max_size, **kwargs)))
+    return warm(trace(model, *args, max_size=max_size, **kwargs))
 
 
 def plans() -> list[WarmPlan]:

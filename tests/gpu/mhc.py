@@ -106,9 +106,10 @@ class Counters:
 
 
 def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
-    """Trace, plan and warm the kernels of ``family``, or all; return what it took.
+    """Trace and warm the kernels of ``family``, or of both; return what it took.
 
-    The libraries are imported before the warmup, so that import, build and load are told apart.
+    The libraries are imported before, so that import, build and load are told apart. One family is planned, then
+    built; both are planned and built at once, as behind ``torch.compile``.
     """
     import torch
 
@@ -124,26 +125,27 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
     if family:
         shapes = only(shapes, family)
     traced = time.perf_counter()
-    plan = fxwarm.plan(shapes)
-    planned = time.perf_counter()
-    import_libraries({p.key.family for p in plan.planned})
+    import_libraries({call.family for call in shapes.calls})
     imported = time.perf_counter()
+    plan = fxwarm.plan(shapes) if family else shapes
+    planned = time.perf_counter()
     report = fxwarm.warm(plan, jobs=jobs)
     done = time.perf_counter()
+    keys = {*(b.key for b in report.built), *report.found}
     families: dict[str, int] = {}
-    for p in plan.planned:
-        families[p.key.family] = families.get(p.key.family, 0) + 1
+    for key in keys:
+        families[key.family] = families.get(key.family, 0) + 1
     loaded: dict[str, float] = {}
     for x in report.loaded:
         loaded[x.key.family] = round(loaded.get(x.key.family, 0) + x.seconds, 3)
     return {
         "seconds": round(done - begin, 2),
         "trace_s": round(traced - begin, 2),
-        "plan_s": round(planned - traced, 2),
-        "import_s": round(imported - planned, 2),
-        "warm_up_s": round(done - imported, 2),
+        "import_s": round(imported - traced, 2),
+        "plan_s": round(planned - imported, 2) if family else "in build_s",
+        "warm_up_s": round(done - planned, 2),
         "status": report.status,
-        "kernels": len(plan),
+        "kernels": len(keys),
         "kernels_by_family": families,
         "built": sum(not b.error for b in report.built),
         "build_s": round(report.build_seconds, 2),
@@ -153,7 +155,7 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
         "load_s_by_family": loaded,
         "failed": [f"{x.key}: {x.error[-300:]}" for x in report.failed][:10],
         "gaps": [str(g) for g in report.gaps][:10],
-        "library": [str(lib) for lib in plan.libraries],
+        "library": [str(lib) for lib in report.libraries],
     }
 
 
@@ -360,7 +362,7 @@ def main() -> int:
 
 def table(result: dict[str, Any]) -> str:
     """Return the figures that count: one row a phase and family, then the goals."""
-    names = ("kernels", "built", "trace_s", "plan_s", "import_s", "build_s", "load_s", "seconds")
+    names = ("kernels", "built", "trace_s", "import_s", "plan_s", "build_s", "load_s", "seconds")
     names = (*names, "calls_after", "jit_after", "slowest_call_ms")
     phases = [("cold", result), ("warm", result["warm"]), ("without", result.get("without"))]
     for family, found in result["alone"].items():
@@ -382,7 +384,7 @@ def goals_of(result: dict[str, Any]) -> list[tuple[str, Any, float]]:
     return [
         ("TileLang built, cold", alone["cold"].get("build_s"), 10.0),
         ("TileLang loaded, warm", alone["warm"].get("load_s"), 1.5),
-        ("both built, cold", result.get("build_s"), 10.0),
+        ("both planned and built, cold", result.get("build_s"), 10.0),
     ]
 
 
