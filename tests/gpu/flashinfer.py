@@ -11,6 +11,7 @@ minutes on 16 cores); its layer comes last. The figures are written after every 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ class Run:
         self.folder = Path(args.workspace or tempfile.mkdtemp(prefix="fxwarm-flashinfer-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begun = time.monotonic()
+        self.flags = link_flags(self.folder / "link", cuda_home())
         self.builders: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         self.builds: dict[str, Any] = {}
 
@@ -63,6 +65,7 @@ class Run:
             "FLASHINFER_LOGGING_LEVEL": "warning",
             "TQDM_DISABLE": "1",
             **({"CUDA_HOME": home} if home else {}),
+            **({"FLASHINFER_EXTRA_LDFLAGS": self.flags} if self.flags else {}),
             **os.environ,
             "FLASHINFER_WORKSPACE_BASE": str(self.folder),
             "TRTLLM_DG_CACHE_DIR": str(self.folder / "trtllm"),
@@ -122,6 +125,26 @@ def cuda_home() -> str:
             return home
     nvcc = shutil.which("nvcc")
     return str(Path(nvcc).resolve().parents[1]) if nvcc else ""
+
+
+def link_flags(folder: Path, home: str) -> str:
+    """Return the linker's flag for a folder with the libraries that the toolkit lacks, from torch's own; "" for none."""
+    inside = [Path(home, *p) for p in (("lib64",), ("lib64", "stubs"))]
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in (spec.submodule_search_locations or [])] if spec is not None else []
+    roots.append(Path("/usr/lib/x86_64-linux-gnu"))
+    found = False
+    for name in ("cuda", "cudart", "cublas", "cublasLt", "nvrtc"):
+        if any((place / f"lib{name}.so").exists() for place in inside):
+            continue
+        other = next((p for r in roots for p in sorted(r.rglob(f"lib{name}.so*"))), None)
+        if other is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            link = folder / f"lib{name}.so"
+            link.unlink(missing_ok=True)
+            link.symlink_to(other)
+            found = True
+    return f"-L{folder}" if found else ""
 
 
 def finish(process: subprocess.Popen[bytes], limit: float) -> str:
