@@ -40,6 +40,8 @@ class KernelFamily(Protocol):
         Kernels that no graph contains.
     ``prepare(target, library) -> None``
         Called as early as a trace begins: start in the background whatever takes long.
+    ``import_library() -> None``
+        Called in the thread that waits for builds, which the load would otherwise do after them.
     ``record(calls, target, library) -> Iterable[Planned | Gap]``
         Exact: ask the library itself, in a process of its own.
     ``build(planned, target, jobs) -> Iterable[Built]``

@@ -74,7 +74,7 @@ def make_plan(
         gaps += family_gaps
         notes += family_notes
         used.append(library)
-    reference = [call.op for call in shapes.calls if not _runs_on(target, call.family)]
+    reference = [call.op for call in shapes.calls if not runs_on(target, call.family)]
     gaps += _silent(
         shapes,
         target,
@@ -108,7 +108,7 @@ def choose(
     chosen: list[tuple[KernelFamily, list[KernelCall], Library | exc.LibraryError]] = []
     for family in sorted(families.values(), key=_records):
         calls = [call for call in shapes.calls if call.family == family.name]
-        if not _runs_on(target, family.name) or not (calls or hasattr(family, "extra")):
+        if not runs_on(target, family.name) or not (calls or hasattr(family, "extra")):
             continue
         try:
             chosen.append((family, calls, family.library(wanted)))
@@ -130,7 +130,7 @@ def _records(family: KernelFamily) -> bool:
     return getattr(family, "record", None) is not None
 
 
-def _runs_on(target: Target, name: str) -> bool:
+def runs_on(target: Target, name: str) -> bool:
     """Return whether a family has kernels on ``target``; elsewhere its calls run as reference implementations."""
     family = load_families().get(name)
     return family is None or target.device in getattr(family, "devices", ("cuda",))

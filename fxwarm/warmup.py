@@ -24,7 +24,7 @@ from fxwarm.builds import Beside, Stream, each, jobs
 from fxwarm.family import Bind, KernelFamily, by_family, load_families, not_installed
 from fxwarm.family import builds as family_builds
 from fxwarm.options import Options, resolve
-from fxwarm.planner import every_size, make_plan
+from fxwarm.planner import every_size, make_plan, runs_on
 from fxwarm.progress import Progress
 from fxwarm.ranks import dealing
 from fxwarm.records import Built, CompileKey, Loaded, Planned, Target, Tuned, WarmPlan, WarmReport
@@ -138,6 +138,7 @@ class Warmup:
                 captures.refuse("this warmup")
                 captures.wait()
                 self.start()
+                self._import_libraries()
                 self.wait()
                 if not self._prepared and self._error is None and not self._gave_up:
                     self._prepare()  # its thread was left behind in the parent of this process
@@ -155,6 +156,16 @@ class Warmup:
         while thread is not None and thread.is_alive() and not self._gave_up:
             thread.join(0.2)  # in slices, so that Ctrl-C arrives
             self._give_up_if_stuck()
+
+    def _import_libraries(self) -> None:
+        """Import what the load will need while the builds run; this is the thread that would do it after them."""
+        assert self.target is not None
+        families = load_families()
+        for name in dict.fromkeys(call.family for call in self.shapes.calls):
+            imports = getattr(families.get(name), "import_library", None)
+            if imports is not None and runs_on(self.target, name):
+                with contextlib.suppress(Exception):  # the load says it
+                    imports()
 
     def _give_up_if_stuck(self) -> None:
         """Go on without the compiles that outlasted their limit: a family should end them, and this one did not."""

@@ -52,7 +52,7 @@ class Asked(One):
 
 
 @pytest.fixture
-def registered():
+def registered(fresh):
     names = []
 
     def register(*families):

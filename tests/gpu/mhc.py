@@ -4,9 +4,10 @@
 
 In fresh processes: fxwarm cold (trace, plan, build, load), then every token count 1..8192 through both ops, which must
 compile and elaborate nothing, and numerics against float64; a warm start on the same caches; then cold and warm for the
-kernels of each library alone, so that planning, import, build and load of each are seen. ``--without`` also times the
-first call of each number of splits as it is without fxwarm: about three minutes of compilers. Needs torch, fxwarm's
-dependencies, DeepGEMM, TileLang and TileKernels on PYTHONPATH; no pytest.
+kernels of each library alone, so that planning, import, build and load of each are seen; then the first call under
+torch.compile, cold and warm. ``--without`` also times the first call of each number of splits as it is without fxwarm:
+about three minutes of compilers. Needs torch, fxwarm's dependencies, DeepGEMM, TileLang and TileKernels on PYTHONPATH;
+no pytest.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
     import torch
 
     import fxwarm
+    from fxwarm import planner
+    from fxwarm.records import Target
 
     register()
     torch.cuda.init()
@@ -125,6 +128,8 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
     if family:
         shapes = only(shapes, family)
     traced = time.perf_counter()
+    # as the backend does when it first sees a graph; the second trace of a real model hides it whole
+    planner.prepare(shapes, Target.current())
     import_libraries({call.family for call in shapes.calls})
     imported = time.perf_counter()
     plan = fxwarm.plan(shapes) if family else shapes
@@ -156,6 +161,41 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
         "failed": [f"{x.key}: {x.error[-300:]}" for x in report.failed][:10],
         "gaps": [str(g) for g in report.gaps][:10],
         "library": [str(lib) for lib in report.libraries],
+    }
+
+
+def compile_model(hidden: int) -> dict[str, Any]:
+    """Make the first call under torch.compile, and say what it waited for."""
+    import torch
+
+    import fxwarm
+    from fxwarm.backend import fxwarm as backend
+
+    register()
+    block = make_layer(hidden, "cuda")
+    residual = torch.randn(16, MULT, hidden, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(block, backend=backend)
+    torch.cuda.synchronize()
+    started, begin = time.time(), time.perf_counter()
+    with torch.no_grad():
+        compiled(residual)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - begin
+    (report,) = (r for r in fxwarm.reports() if r.loaded)
+    last = {
+        name: max((p.stat().st_mtime for p in Path(os.environ[folder]).rglob("*.*")), default=0.0)
+        for name, folder in (("tilelang", "TILELANG_CACHE_DIR"), ("deep_gemm", "DG_JIT_CACHE_DIR"))
+    }
+    built = {key.family for key in (b.key for b in report.built if not b.error)}
+    return {
+        "seconds": round(first, 2),
+        "status": report.status,
+        "kernels": len(report.loaded),
+        "built": sum(not b.error for b in report.built),
+        "build_s": round(report.build_seconds, 2),
+        "done_after_s": {n: round(last[n] - started, 2) for n in sorted(built)},
+        "launches": sum(not x.error for x in report.loaded),
+        "load_s": round(sum(x.seconds for x in report.loaded), 3),
     }
 
 
@@ -260,6 +300,8 @@ def run_phase(args: argparse.Namespace) -> dict[str, Any]:
 
         mhc_factories.get_factory(mhc_factories.BIG_FUSE)
         return sweep(args.hidden, list(first.values()))
+    if args.phase in ("compile cold", "compile warm"):
+        return compile_model(args.hidden)
     found = warm(args.hidden, args.jobs, args.family)
     found["splits"] = len(first)
     if args.family:  # a sweep would compile the other family's kernels
@@ -282,6 +324,7 @@ def spawn(args: argparse.Namespace, phase: str, folder: Path, family: str = "") 
         "FXWARM_CACHE_DIR": str(folder / "fxwarm"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TILELANG_PRINT_ON_COMPILATION": "0",
+        "FXWARM_JOBS": str(args.jobs),
         "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, __file__, "--phase", phase, "--answer", str(answer)]
@@ -325,7 +368,7 @@ def main() -> int:
     parser.add_argument(
         "--without", action="store_true", help="also the first calls without fxwarm"
     )
-    parser.add_argument("--phase", choices=("cold", "warm", "without"), help=argparse.SUPPRESS)
+    parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--family", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -345,6 +388,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             phases = [spawn(args, phase, Path(folder), family) for phase in ("cold", "warm")]
         result["alone"][family] = dict(zip(("cold", "warm"), phases, strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        for phase in ("compile cold", "compile warm"):
+            result[phase] = spawn(args, phase, Path(folder))
     if args.without:
         with tempfile.TemporaryDirectory() as folder:
             result["without"] = spawn(args, "without", Path(folder))
@@ -367,6 +413,7 @@ def table(result: dict[str, Any]) -> str:
     phases = [("cold", result), ("warm", result["warm"]), ("without", result.get("without"))]
     for family, found in result["alone"].items():
         phases += [(f"{phase}, {family} alone", found[phase]) for phase in ("cold", "warm")]
+    phases += [(f"torch.{phase}", result.get(phase)) for phase in ("compile cold", "compile warm")]
     rows = [("", *names)]
     rows += [(name, *(str(f.get(n, "-")) for n in names)) for name, f in phases if f is not None]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) + 1)]

@@ -70,6 +70,17 @@ class TileLang:
 
         return target.device == "cpu" and call.op in NAMES
 
+    def prepare(self, target: Target, library: Library) -> None:
+        """Start what builds in the background: its imports take seconds."""
+        if library.installed:
+            from fxwarm.families.tilelang.build import prepare
+
+            prepare()
+
+    def import_library(self) -> None:
+        """Import TileLang, 1.8 s after torch."""
+        import tilelang  # noqa: F401
+
     def missing(self, planned: Sequence[Planned], target: Target) -> list[Planned]:
         """Return those that the disk lacks, holds torn, or holds without our index knowing. Reads small files only."""
         from fxwarm.families.tilelang import index

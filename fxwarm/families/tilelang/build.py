@@ -6,6 +6,7 @@ kernel, not the others.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -24,6 +25,49 @@ from fxwarm.records import Built, CompileKey, Planned, Target
 
 START = 120.0
 """Seconds for the imports of the server: 4 s was the slowest start."""
+IDLE = 60.0
+"""Seconds after which a server that was started ahead, and got no task, is ended."""
+
+_ahead: queue.SimpleQueue[_Server] = queue.SimpleQueue()
+"""At most one server that imports, or has imported, and waits for tasks."""
+
+
+def prepare() -> None:
+    """Start the server in the background, so that it has imported TileLang when the first kernel is known."""
+    if _ahead.empty():
+        server = _Server()
+        _ahead.put(server)
+        timer = threading.Timer(IDLE, _end_ahead)
+        timer.daemon = True
+        timer.start()
+
+
+def _take_server() -> _Server:
+    """Return the server that was started ahead, or a new one."""
+    while True:
+        try:
+            server = _ahead.get_nowait()
+        except queue.Empty:
+            return _Server()
+        if server.is_current():
+            return server
+        server.end()
+
+
+def _end_ahead() -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            _ahead.get_nowait().end()
+
+
+def _forget() -> None:
+    """In a fork: the server is the parent's."""
+    global _ahead
+    _ahead = queue.SimpleQueue()
+
+
+atexit.register(_end_ahead)
+os.register_at_fork(after_in_child=_forget)
 
 
 def build(
@@ -38,7 +82,7 @@ def build(
     if not left:
         return
     limit = options.active().build_timeout if limit is None else limit
-    server = _Server()
+    server = _take_server()
     feeder = threading.Thread(
         target=server.feed,
         args=([Task(key, target, limit) for key in left], max(1, jobs)),
@@ -65,12 +109,17 @@ class _Server:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
+        self._environ = dict(os.environ)
         self._process = _start(self._errors.fileno())
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._running: dict[CompileKey, contextlib.ExitStack] = {}
         self._ended = self._stuck = False
         self._reader = threading.Thread(target=self._read, name="fxwarm-tilelang-read", daemon=True)
         self._reader.start()
+
+    def is_current(self) -> bool:
+        """Whether it still runs, under the environment of this moment: cache folders are in it."""
+        return self._process.poll() is None and self._environ == dict(os.environ)
 
     def feed(self, tasks: list[Task], jobs: int) -> None:
         """Hand out each task when there is a slot for it."""

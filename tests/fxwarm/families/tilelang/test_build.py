@@ -12,6 +12,7 @@ import torch
 
 import fxwarm
 from fxwarm.families.tilelang import TileLang, index, worker
+from fxwarm.families.tilelang import build as build_module
 from fxwarm.families.tilelang.build import build
 from fxwarm.families.tilelang.statics import make_key, statics_of
 from fxwarm.ops import mhc_factories as factories
@@ -68,6 +69,28 @@ def counts() -> tuple[int, int, int]:
 
     jit.watch()
     return jit.Counts.builds, jit.Counts.loads, jit.Counts.elaborations
+
+
+def test_a_server_that_was_started_ahead_builds_and_one_of_another_environment_does_not(
+    fresh, monkeypatch
+):
+    family = TileLang()
+    here = family.library({})
+    try:
+        family.prepare(CPU, here)
+        family.prepare(CPU, here)
+        assert build_module._ahead.qsize() == 1
+        ahead = build_module._ahead.get()
+        build_module._ahead.put(ahead)
+        assert build_module._take_server() is ahead
+        build_module._ahead.put(ahead)
+        monkeypatch.setenv("TILELANG_CACHE_DIR", str(fresh / "elsewhere"))
+        (built,) = family.build(two(1.15e-6)[:1], CPU, 1)
+        assert not built.error
+        assert list((fresh / "elsewhere").rglob("*.so"))
+        assert not ahead.is_current()
+    finally:
+        build_module._end_ahead()
 
 
 def test_two_workers_build_what_one_builds(fresh, monkeypatch):  # A6
