@@ -76,11 +76,8 @@ class Stream:
 
 
 def jobs(options: Options) -> int:
-    """Return how many compiles may run at once: ``fxwarm.jobs``, else half as many again as this process may use CPUs.
-
-    With one a CPU, 23 kernels on 16 CPUs would take as long as 32: 16, and then 7 with 9 CPUs idle.
-    """
-    return options.jobs or -(-3 * len(os.sched_getaffinity(0)) // 2)
+    """Return how many compiles may run at once: ``fxwarm.jobs``, else as many as this process may use CPUs."""
+    return options.jobs or len(os.sched_getaffinity(0))
 
 
 def each(

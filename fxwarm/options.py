@@ -38,7 +38,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symbolic: Symbolic = "dynamic"
     """How the batch is made symbolic on the first call. "unbacked" gives one graph for batch 1 too."""
     jobs: int = 0
-    """Compiles at the same time; 0 takes half as many again as the CPUs that this process may use."""
+    """Compiles at the same time; 0 takes as many as this process may use CPUs."""
     memory: int = 0
     """Bytes of device memory that a warmup may use at once; 0 takes half of what is free."""
     build_timeout: float = 300.0

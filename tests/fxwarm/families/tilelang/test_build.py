@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fxwarm
+from fxwarm import options
 from fxwarm.families.tilelang import TileLang, index, worker
 from fxwarm.families.tilelang import build as build_module
 from fxwarm.families.tilelang.build import build
@@ -91,6 +92,15 @@ def test_a_server_that_was_started_ahead_builds_and_one_of_another_environment_d
         assert not ahead.is_current()
     finally:
         build_module._end_ahead()
+
+
+@pytest.mark.parametrize(
+    ("count", "jobs", "at_once"), [(23, 16, 23), (45, 16, 23), (25, 16, 16), (8, 16, 16), (3, 1, 1)]
+)
+def test_the_last_wave_of_equal_kernels_leaves_few_cpus_idle(count, jobs, at_once):
+    assert build_module.level(count, jobs) == at_once
+    with options.use(options.resolve({"jobs": jobs})):
+        assert build_module.level(count, jobs) == jobs
 
 
 def test_two_workers_build_what_one_builds(fresh, monkeypatch):  # A6
