@@ -51,7 +51,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begun = time.monotonic()
         self.flags = link_flags(self.folder / "link", cuda_home())
-        self.builders: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        self.builders: dict[str, tuple[subprocess.Popen[bytes] | None, Path]] = {}
         self.builds: dict[str, Any] = {}
 
     def left(self) -> float:
@@ -77,15 +77,19 @@ class Run:
         return subprocess.Popen(command, env=env, start_new_session=True)
 
     def build(self, who: str, names: tuple[str, ...], jobs: int) -> None:
-        """Build modules in the background."""
+        """Build modules in the background, unless ``--build-only`` did so in this workspace."""
         result = self.folder / f"build-{who}.json"
+        known = read(result).get("modules", {})
+        if set(names) <= set(known) and not any(m["error"] for m in known.values()):
+            self.builders[who] = (None, result)
+            return
         flags = ["--build", ",".join(names), "--jobs", str(jobs)]
         self.builders[who] = (self.start(result, *flags), result)
 
     def built(self, who: str, reserve: float) -> str:
         """Wait for a builder, but leave ``reserve`` seconds; return what went wrong, "" if nothing."""
         process, result = self.builders[who]
-        problem = finish(process, max(1.0, self.left() - reserve))
+        problem = finish(process, max(1.0, self.left() - reserve)) if process is not None else ""
         found = read(result)
         self.builds |= found.get("modules", {})
         errors = [f"{n}: {m['error']}" for n, m in found.get("modules", {}).items() if m["error"]]
@@ -112,7 +116,8 @@ class Run:
     def stop(self) -> None:
         """End whatever still runs."""
         for process, _ in self.builders.values():
-            end(process)
+            if process is not None:
+                end(process)
 
 
 def cuda_home() -> str:
@@ -255,6 +260,10 @@ def main(args: argparse.Namespace) -> int:
         run.build("quick", QUICK, cores)
     if "block_scale" in needs:
         run.build("block_scale", ("fp8_blockscale_gemm_90",), cores)
+    if args.build_only:
+        problems = [run.built(who, 0.0) for who in run.builders]
+        print(json.dumps(run.builds), *filter(None, problems), sep="\n")
+        return 1 if any(problems) else 0
     try:
         for name in wanted:
             try:
@@ -313,6 +322,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", help="where to write the figures, as JSON")
     parser.add_argument(
         "--skip-fused-moe", action="store_true", help="leave out the 5 minutes of fused_moe_90"
+    )
+    parser.add_argument(
+        "--build-only", action="store_true", help="build the modules into --workspace, warm nothing"
     )
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of layers")
     parser.add_argument("--seconds", type=float, default=545, help="most seconds of the whole run")
