@@ -38,12 +38,32 @@ def test_a_link_leads_somewhere(path):
 def test_each_row_of_numbers_is_in_a_committed_result():
     files = dict(re.findall(r"^(\[.\]): (\S+)$", TEXT, re.MULTILINE))
     rows = re.findall(r"^\| .* (\[.\]) \|(.*)\|$", TEXT, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 8
     for mark, cells in rows:
         numbers = [float(c.replace(",", "")) for c in cells.split("|") if c.strip()]
         known = _numbers(json.loads((ROOT / files[mark]).read_text()))
         for number in numbers:
             assert any(_shows(number, value) for value in known), (mark, number)
+
+
+def test_the_row_of_two_ranks_holds_for_each_of_them():
+    (row,) = (
+        [c.strip().replace(",", "") for c in line.split("|")[2:-1]]
+        for line in TEXT.splitlines()
+        if line.startswith("| ") and "each rank [" in line
+    )
+    found = json.loads((ROOT / "tests/gpu/results/ranks-h200x2.json").read_text())
+    ranks = [found["ranks"][name] for name in ("0", "1")]
+    columns = ("kernels", "launches", "cold_s", None, "warm_s", "calls_after", "jit_after")
+    for shown, name in zip(row, (*columns, "slowest_call_ms"), strict=True):
+        if name is not None:  # seconds are those of the slower rank
+            assert _shows(float(shown), max(rank[name] for rank in ranks)), name
+    for name in ("kernels", "launches", "calls_after", "jit_after"):
+        assert len({rank[name] for rank in ranks}) == 1, name
+    assert all(rank["warm_built"] == rank["warm_jit_after"] == 0 for rank in ranks)
+    built, other = (rank["built"] for rank in ranks)
+    said = f"rank 0 built {built} of the {ranks[0]['kernels']} kernels and rank 1 the other {other}"
+    assert said in TEXT
 
 
 def _shows(shown: float, value: float) -> bool:
