@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = command(
-        "demo", "machine:demo", "Trace two big models without weights, then run a small one cold and warm.",
+        "demo", "machine:demo", "Trace two big models without weights, plan FlashInfer's calls, run a small one cold and warm.",
         "", "--calls 0 --layers 2",
     )  # fmt: skip
     sub.add_argument(

@@ -33,7 +33,7 @@ class KernelFamily(Protocol):
         Names of the tensors of its calls that change from one model call to the next; the first one by default. Any
         other static tensor that is an input of the graph counts as a weight.
     ``label(key) -> str``
-        What a picture calls a kernel, as short as can be.
+        What a picture calls a kernel, as short as can be; where it is empty, the arguments that differ.
     ``needs_nothing(call, target, library) -> bool``
         The library serves this call without a kernel of its own.
     ``extra(target, library) -> Iterable[Planned]``

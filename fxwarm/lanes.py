@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,9 +55,12 @@ def lanes_of(plan: WarmPlan, samples: int = SAMPLES) -> list[Lane]:
 
         by_kernel = _sweep(call, rows, ask, samples)
         most = max((len({b.key for b in found}) for found in by_kernel.values()), default=0)
+        main = [k for k, found in by_kernel.items() if len({b.key for b in found}) == most]
         for kernel, found in by_kernel.items():
-            main = len({b.key for b in found}) == most
-            out.append((f"{call.op}\n{weight_of(call)}" if main else kernel, found))
+            name = f"{call.op}\n{weight_of(call)}".rstrip()
+            if kernel in main and len(main) > 1:  # such as the two GEMMs of an MoE layer
+                name = f"{name}, {kernel}"
+            out.append((name if kernel in main else kernel, found))
     return out
 
 
@@ -73,8 +77,9 @@ def rows_of(call: KernelCall) -> Dim | None:
 
 
 def weight_of(call: KernelCall) -> str:
-    """Return the sizes of the weight of a call: of the tensor ``b``, else of the last static one."""
+    """Return the sizes of the weight of a call: of the tensor ``b``, else of the largest static one."""
     static = [spec for _, spec in call.tensors if all(dim.is_static for dim in spec.dims)]
+    static.sort(key=lambda spec: math.prod(map(int, spec.dims)))
     spec = call["b"] if "b" in call else next(reversed(static), None)
     return f" {TIMES} ".join(dim.expr for dim in spec.dims) if spec is not None else ""
 
@@ -138,5 +143,6 @@ def label_of(keys: Sequence[CompileKey]) -> Label:
         folded, _ = fold([key.template for key in group])
         for key, text in zip(group, folded, strict=True):
             own = getattr(load_families().get(key.family), "label", None)
-            names[key] = own(key) if own is not None else " ".join(text.replace(",", " ").split())
+            named = own(key) if own is not None else ""
+            names[key] = named or " ".join(text.replace(",", " ").split())
     return lambda key: names[key]

@@ -61,7 +61,7 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """Trace two big models without weights, then run a small one cold and warm."""
+    """Trace two big models without weights, plan FlashInfer's calls, then run a small model cold and warm."""
     from fxwarm import demo as shown
 
     return shown.run(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fxwarm.demo.compare import Comparison, builds_after_first, splits
 from fxwarm.demo.facts import Traced
+from fxwarm.demo.fused_moe import Fused
 from passes.records import Record
 from passes.table import Table, plural, size
 
@@ -20,6 +21,7 @@ class Demo(Record, frozen=True):
     """All that one run of the demo found."""
 
     models: tuple[Traced, ...] = ()
+    fused: Fused | None = None
     mhc: Comparison | None = None
     problems: tuple[str, ...] = ()
 
@@ -29,9 +31,13 @@ class Demo(Record, frozen=True):
         return not self.problems
 
 
-def problems_of(models: tuple[Traced, ...], mhc: Comparison | None) -> tuple[str, ...]:
+def problems_of(
+    models: tuple[Traced, ...], mhc: Comparison | None, fused: Fused | None = None
+) -> tuple[str, ...]:
     """Return what is not as it should be, a line each."""
     out = [f"{m.title}: {plural(len(m.shapes.gaps), 'gap')}" for m in models if m.shapes.gaps]
+    if fused is not None:
+        out += [f"FlashInfer: {gap}" for gap in (*fused.plan.shapes.gaps, *fused.plan.gaps)]
     if mhc is not None:
         late = builds_after_first(mhc.with_fxwarm)
         if late:
@@ -51,6 +57,29 @@ def print_traced(console: Console, traced: Traced) -> None:
     console.print(f"(N, K) of linears, (G, N, K, top-k) of experts: {shapes}", highlight=False)
     console.print(
         f"traced in {traced.seconds:.1f} s, process peak {size(traced.peak_bytes)}\n",
+        highlight=False,
+    )
+
+
+def print_fused(console: Console, fused: Fused) -> None:
+    """Print the shape set of the fused MoE, and what an H200 would build and tune for it."""
+    plan = fused.plan
+    library = f"{plan.libraries[0].distribution} {plan.libraries[0].version}"
+    console.print(
+        f"[bold]FlashInfer fused MoE[/bold], planned for {plan.target.name} with {library}; "
+        "nothing is built or tuned here",
+        highlight=False,
+    )
+    console.print(plan.shapes)
+    console.print(f"modules to build: {', '.join(fused.modules)}", highlight=False)
+    each = ", ".join(f"{len(one.buckets)} of {one.gemm} ({one.op})" for one in fused.tuned)
+    console.print(f"tactics to tune: {each}", highlight=False)
+    buckets = sorted({bucket for one in fused.tuned for bucket in one.buckets})
+    console.print(
+        f"each is for steps of up to {', '.join(map(str, buckets))} tokens", highlight=False
+    )
+    console.print(
+        f"{plural(fused.entries, 'tactic')} serve every size; planned in {fused.seconds:.1f} s\n",
         highlight=False,
     )
 

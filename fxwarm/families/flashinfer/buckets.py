@@ -33,7 +33,7 @@ def bucket_of(tokens: int) -> int:
 
 
 def buckets_up_to(limit: int) -> tuple[int, ...]:
-    """Return every bucket up to that of ``limit``, ascending: 20 of them for 8192, 23 for 32768."""
+    """Return every bucket up to that of ``limit``, ascending: 21 of them for 8192, 23 for 32768."""
     found, bucket, last = [], 1, bucket_of(limit)
     while bucket < last:
         found.append(bucket)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fxwarm.families.flashinfer import cache, keys
 from fxwarm.families.flashinfer.library import DISTRIBUTION, find_library
 from fxwarm.families.flashinfer.match import FAMILY, match
-from fxwarm.families.flashinfer.tuner_key import is_tuned
+from fxwarm.families.flashinfer.tuner_key import bucket_in, is_tuned
 from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, Tuned
 from passes.records import Gap, KernelCall
 
@@ -76,6 +76,10 @@ class FlashInfer:
         from fxwarm.families.flashinfer import modules
 
         return modules.build(planned, jobs)
+
+    def label(self, key: CompileKey) -> str:
+        """Return what a picture calls a tuned entry: its bucket. The rest is told apart by its arguments."""
+        return str(bucket_in(key)) if is_tuned(key) else ""
 
     def builds(self, key: CompileKey) -> bool:
         """Return whether ``build`` makes ``key``: modules alone. The rest is tuned, or compiled at its first call."""

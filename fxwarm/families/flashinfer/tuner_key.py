@@ -17,7 +17,7 @@ from fxwarm.families.flashinfer.versions import Version
 from fxwarm.records import CompileKey
 from passes.records import KernelCall
 
-__all__ = ["RANKS", "Entry", "entries_at", "is_tuned", "options_of"]
+__all__ = ["RANKS", "Entry", "bucket_in", "entries_at", "is_tuned", "options_of"]
 
 RANKS = ("tp_rank", "ep_rank", "cluster_rank")
 _MOE_PROFILE = (
@@ -69,6 +69,13 @@ class Entry(NamedTuple):
 def is_tuned(key: CompileKey) -> bool:
     """Whether ``key`` names an entry of the tuner's table, not a binary."""
     return any(key.tag in entry.tuned for entry in ENTRIES.values())
+
+
+def bucket_in(key: CompileKey) -> int:
+    """Return the bucket, in tokens, of a tuned entry's key: ``A[1, 8, 2048]`` of ``bmm_fp8`` is 8."""
+    name, _, shape = key.template[0].rstrip("]").partition("[")
+    entry = next(entry for entry in ENTRIES.values() if key.tag in entry.tuned)
+    return int(shape.split(", ")[dict(entry.rows)[name]])
 
 
 def entries_at(call: KernelCall, bucket: int, arch: str, version: Version) -> tuple[Entry, ...]:

@@ -64,6 +64,12 @@ class TileLang:
 
         return keys(calls, target, library)
 
+    def label(self, key: CompileKey) -> str:
+        """Return what a picture calls a pre-norm kernel: its splits. The others are told apart by their arguments."""
+        from fxwarm.families.tilelang.statics import statics_of
+
+        return f"{statics_of(key)['n_splits']} splits" if "pre_big_fuse" in key.kernel else ""
+
     def needs_nothing(self, call: KernelCall, target: Target, library: Library) -> bool:
         """Return whether ``call`` runs as a reference: TileKernels' functions have no kernel for a CPU."""
         from fxwarm.families.tilelang.plain import NAMES

@@ -53,6 +53,7 @@ def test_json_is_one_object(capsys):
     assert status == 0
     assert [m["title"] for m in found["models"]] == ["Qwen3-30B-A3B"]
     assert len(found["models"][0]["shapes"]["calls"]) == 4
+    assert found["fused"]["modules"] == ["fused_moe_90", "trtllm_utils", "gemm"]
 
 
 def test_nothing_is_compiled_after_the_first_warm_call():

@@ -221,6 +221,12 @@ def tiles_call(top: int = 4096) -> KernelCall:
     return KernelCall("tilelang", "toy::scaled", (("x", x),), (("factor", 0.5),), symbols)
 
 
+def test_a_picture_calls_a_pre_norm_kernel_by_its_splits_alone():
+    fuse, after = planned(pre(7168, 64))[0].key, planned(post(7168))[0].key
+    assert TileLang().label(fuse) == "112 splits"
+    assert TileLang().label(after) == ""  # what differs among its arguments serves
+
+
 def test_any_kernel_is_planned_from_one_declaration():
     path = "tests.fxwarm.families.tilelang.toy:scaled"
     declare(
