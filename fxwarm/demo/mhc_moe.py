@@ -53,10 +53,10 @@ class Run(Record, frozen=True):
 class Hyper(nn.Module):
     """A sublayer between hyper-connections: mix the streams into its input, add its output to the streams."""
 
-    def __init__(self, sublayer: nn.Module) -> None:
+    def __init__(self, sublayer: nn.Module, hidden: int = HIDDEN) -> None:
         super().__init__()
-        rows = STREAMS * (2 + STREAMS)
-        self.fn = nn.Parameter(torch.randn(rows, STREAMS * HIDDEN) * (STREAMS * HIDDEN) ** -0.5)
+        rows, wide = STREAMS * (2 + STREAMS), STREAMS * hidden
+        self.fn = nn.Parameter(torch.randn(rows, wide) * wide**-0.5)
         self.scale = nn.Parameter(torch.rand(3))
         self.base = nn.Parameter(torch.randn(rows) * 0.1)
         self.sublayer = sublayer
