@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fxwarm import roots
+from fxwarm import aot_artifacts, roots
 
 if TYPE_CHECKING:
     from fxwarm.api import plan, plans, reports, warm, warm_all, warm_model
@@ -70,6 +70,7 @@ __all__ = [
 ]
 
 roots.apply()  # each library reads its own variable when it is imported
+aot_artifacts.install()  # what torch loads from here on comes back warm
 
 if "torch" in sys.modules:  # torch.ops.fxwarm.*; where torch comes later, `import fxwarm.ops`
     importlib.import_module("fxwarm.ops")

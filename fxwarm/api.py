@@ -92,6 +92,8 @@ def reports() -> list[WarmReport]:
 def warm_all(group: Any = None, *, builds: bool = True) -> list[WarmReport]:
     """Make every model that this process has compiled or loaded, and still holds, warm now; return the reports.
 
+    That includes ``aot_compile`` artifacts that were loaded before fxwarm was imported.
+
     With a ``torch.distributed`` group, together with its other ranks, each of which must call this too: missing kernels
     are dealt out and built once per cache folder, then every rank loads all of its own, and tactics are made to agree.
     It goes through the group's store, so any backend will do, and waiting does not count against its timeout. A rank
@@ -100,8 +102,11 @@ def warm_all(group: Any = None, *, builds: bool = True) -> list[WarmReport]:
     Set ``fxwarm.when`` to "manual" to leave all building to this; builds begun in the background share their locks.
     Raises IncompleteError, after all ranks are done, if ``strict`` is set and something could not be warmed.
     """
-    from fxwarm.artifacts import pending
+    from fxwarm import aot_artifacts
+    from fxwarm.artifacts import never_called, pending, restore
 
+    for parcel in aot_artifacts.take_missed():
+        restore(never_called, parcel, keep=True)
     if group is not None:
         from fxwarm.ranks import warm_together
 

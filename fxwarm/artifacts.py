@@ -1,7 +1,7 @@
 """The compiled callable that warms itself, and how its plan travels with what torch saves.
 
-What we put into torch's artifacts is JSON bytes: a ``Parcel``. ``aot_compile`` carries it in front of torch's own bytes;
-under ``caching_precompile`` it is an attribute of torch's own artifact, which a process without fxwarm ignores.
+What we put into torch's artifacts is JSON bytes: a ``Parcel``. It is one more attribute of what torch itself saves (the
+cache entry of ``aot_compile``, the artifact of ``caching_precompile``), which a process without fxwarm ignores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fxwarm import exc, monitor
+from fxwarm import aot_artifacts, exc, monitor
 from fxwarm.options import Options
 from fxwarm.pending import Pending
 from fxwarm.records import WarmPlan, WarmReport
@@ -31,8 +31,6 @@ except ImportError as _error:  # then aot_compile cannot carry the plan; everyth
     log.info("no aot_compile on torch %s: %s", torch.__version__, _error)
     _Base, _Bundled = object, None  # type: ignore[assignment,misc]
 
-_MAGIC = b"fxwarm artifact 1\n"
-
 pending = Pending()
 """Every warm callable of this process, for ``warm_all``."""
 
@@ -48,6 +46,14 @@ class Parcel(Record, frozen=True, omit_defaults=False):
     """For each call (by its index in the shapes) its weights' names and argument positions."""
     kind: str = "fxwarm.Parcel"
     schema: int = SCHEMA
+
+
+class _TorchsOwn:
+    """Torch's own reader, as it is now: torch pickles its name, so an artifact loads in a process without fxwarm."""
+
+    def __get__(self, instance: Any, owner: type) -> Callable[[bytes], Any]:
+        assert _Bundled is not None
+        return _Bundled.deserialize_compile_artifacts
 
 
 class WarmCallable(_Base):
@@ -152,7 +158,7 @@ class WarmCallable(_Base):
         return msgspec.json.encode(parcel)
 
     @classmethod
-    def unpack(cls, inner: Callable[..., Any], data: bytes) -> WarmCallable:
+    def unpack(cls, inner: Callable[..., Any], data: bytes, *, keep: bool = False) -> WarmCallable:
         """Return the callable that ``pack`` described around a loaded ``inner``. Raises ValueError for bad bytes."""
         parcel: Parcel = decode(data, Parcel)
         _define_ops()
@@ -160,7 +166,8 @@ class WarmCallable(_Base):
             parcel.shapes, parcel.options, graph_key=parcel.graph_key, offered=parcel.plan
         )
         weights = {parcel.shapes.calls[i]: dict(places) for i, places in parcel.weights}
-        loaded = cls(inner, warmup, weights)
+        kind = callable_class(parcel.options) if cls is WarmCallable else cls
+        loaded = kind(inner, warmup, weights, keep=keep)
         if parcel.options.when == "load":
             warmup.settle(())
             warmup.start()
@@ -168,24 +175,39 @@ class WarmCallable(_Base):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
-        """Return ``fn`` as bytes for ``aot_compile``: the parcel, then torch's own bytes."""
+        """Return ``fn`` as bytes for ``aot_compile``: what torch writes for Inductor's callable, and the parcel."""
         assert _Bundled is not None
-        inner = fn.inner if isinstance(fn.inner, _Base) else _Bundled(fn.inner)
-        parcel = fn.pack()
-        head = _MAGIC + len(parcel).to_bytes(8, "little")
-        payload = type(inner).serialize_compile_artifacts(inner)
-        return b"".join((head, parcel, payload))
+        carrier = aot_artifacts.Carrier(fn.inner, fn.pack())
+        return _Bundled.serialize_compile_artifacts(_Bundled(carrier))
+
+    deserialize_compile_artifacts = _TorchsOwn()  # type: ignore[assignment]
+
+
+class EmbeddedCallable(WarmCallable):
+    """What the backend returns with ``fxwarm.embed``: its artifacts name this class, so loading one imports fxwarm."""
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Any:
-        """Return the callable that ``serialize_compile_artifacts`` wrote. Raises ValueError for foreign bytes."""
+        """Return what torch's reader makes of ``data``; it is hooked, for fxwarm is imported now."""
         assert _Bundled is not None
-        if not data.startswith(_MAGIC):
-            raise ValueError("these bytes are no fxwarm artifact; compile and save the model again")
-        begin = len(_MAGIC) + 8
-        end = begin + int.from_bytes(data[len(_MAGIC) : begin], "little")
-        inner = _Bundled.deserialize_compile_artifacts(data[end:])
-        return cls.unpack(inner, data[begin:end])
+        return _Bundled.deserialize_compile_artifacts(data)
+
+
+def callable_class(options: Options) -> type[WarmCallable]:
+    """Return the class whose artifacts load as ``options`` say."""
+    return EmbeddedCallable if options.embed else WarmCallable
+
+
+def restore(inner: Callable[..., Any], parcel: bytes, *, keep: bool = False) -> Callable[..., Any]:
+    """Return the warm callable around what torch loaded, or ``inner`` with an error logged if its plan is damaged.
+
+    A damaged plan must not cost the user the model.
+    """
+    try:
+        return WarmCallable.unpack(inner, parcel, keep=keep)
+    except Exception as error:
+        log.error("fxwarm: not warmed, its plan does not load (%s); compile the model again", error)
+        return inner
 
 
 def attach(gm: torch.fx.GraphModule, warm: WarmCallable) -> None:
@@ -229,13 +251,7 @@ def hook_precompiled() -> None:
         parcel = getattr(self, "fxwarm_parcel", None)
         if parcel is None:
             return inner
-        try:
-            return WarmCallable.unpack(inner, parcel)
-        except Exception as error:  # a damaged plan must not cost the user the model
-            log.error(
-                "fxwarm: not warmed, its plan does not load (%s); compile the model again", error
-            )
-            return inner
+        return restore(inner, parcel)
 
     after_deserialization._fxwarm = True  # type: ignore[attr-defined]
     artifact.after_deserialization = after_deserialization  # type: ignore[method-assign]

@@ -18,7 +18,13 @@ import torch
 
 from fxwarm import graph_key, planner, receipts, substitute, symbolic
 from fxwarm.after import AfterDynamo
-from fxwarm.artifacts import WarmCallable, attach, hook_precompiled, never_called
+from fxwarm.artifacts import (
+    WarmCallable,
+    attach,
+    callable_class,
+    hook_precompiled,
+    never_called,
+)
 from fxwarm.family import inputs_of, keep_weights, load_families
 from fxwarm.options import Options, resolve, split
 from fxwarm.records import Target
@@ -49,7 +55,7 @@ def fxwarm(
     patches = torch._TorchCompileInductorWrapper(mode, theirs, None).config
     if settings.coverage == "off":
         inner = _inductor(gm, example_inputs, patches)
-        return WarmCallable(inner, switched_off(settings, device_of(example_inputs)))
+        return callable_class(settings)(inner, switched_off(settings, device_of(example_inputs)))
     begin = time.perf_counter()
     collected = _collect(gm, example_inputs, settings)
     if _is_meta(example_inputs):
@@ -79,7 +85,7 @@ def fxwarm(
     if keys.why:
         log.info("fxwarm: %s; a digest of the graph serves as key", keys.why)
     begin_builds(warmup.graph_key)
-    warm = WarmCallable(inner, warmup, bound)
+    warm = callable_class(settings)(inner, warmup, bound)
     beyond = after.finish(example_inputs)
     if beyond.calls or beyond.gaps:
         warm.after = _beside(beyond, warmup)

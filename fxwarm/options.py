@@ -45,6 +45,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds after which one compile is given up, by name."""
     max_keys: int = 4096
     """Most kernels that one plan may hold; beyond it the plan says how many it leaves out."""
+    embed: bool = False
+    """``aot_compile`` artifacts import fxwarm where they are loaded, and packages hold an op that warms them: both are
+    then warm where torch alone loads them, and fail where fxwarm is not installed."""
     jit_ops: tuple[str, ...] = ()
     """Custom ops that compile at run time and that no family knows: each is a gap."""
     monitor: Monitor = "off"

@@ -38,9 +38,9 @@ def save_package(
 ) -> str:
     """Compile an exported program with AOTInductor to ``path`` (``.pt2``), its plan inside; return the path.
 
-    ``options`` are Inductor's and ``fxwarm.*``. With ``embed`` an op in the package warms it at its first call even
-    where torch alone loads it; it costs a few microseconds a call, and the package then needs fxwarm to run:
-    ``import fxwarm.packages`` before it is loaded.
+    ``options`` are Inductor's and ``fxwarm.*``. With ``embed`` (or ``fxwarm.embed``) an op in the package warms it at
+    its first call even where torch alone loads it; it costs a few microseconds a call, and the package then needs
+    fxwarm to run: ``import fxwarm.packages`` before it is loaded.
     """
     from passes.collect import collect
     from passes.digest import digest_of
@@ -58,7 +58,7 @@ def save_package(
     # The positions of weights are those of the exported graph, not of the package's call: none travel.
     warmup = Warmup(collected.shapes, settings, graph_key=digest_of(program.graph_module))
     parcel = WarmCallable(never_called, warmup, register=False).pack().decode()
-    if embed:
+    if embed or settings.embed:
         program = _with_op(program, parcel)
     configs = {
         **theirs,

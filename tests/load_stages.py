@@ -57,10 +57,15 @@ def blind(path: str, folder: Path) -> dict:
     from tests import plain_model
 
     model, x, loaded = plain_model.PlainModel().eval(), torch.ones(5, 8), True
+    if hasattr(torch._dynamo.config, "enable_aot_compile"):
+        torch._dynamo.config.enable_aot_compile = True  # 2.11 has it off
     if path == "aot_compile":
         with (folder / path).open("rb") as f:
             function = torch.compiler.load_compiled_function(f)
         call = lambda x: function(model, x)  # noqa: E731
+    elif path == "aot_inputs":
+        call = torch.compile(model, fullgraph=True)
+        call._load_aot_compiled_module((folder / path).read_bytes())
     elif path.startswith("package"):
         call = torch._inductor.aoti_load_package(str(folder / f"{path}.pt2"))
     else:

@@ -265,9 +265,7 @@ def test_a_cold_model_met_by_a_capture_says_so_and_does_no_work(strict, monkeypa
     assert fxwarm.reports()[0].status == "complete"
 
 
-def test_foreign_bytes_are_refused_with_what_to_do():
-    with pytest.raises(ValueError, match="compile and save the model again"):
-        WarmCallable.deserialize_compile_artifacts(b"\x80\x04pickle")
+def test_foreign_bytes_are_refused():
     for data in (b"", b"{}", saved()[:-10], saved().replace(b'"schema":1', b'"schema":99')):
         with pytest.raises(ValueError, match=r"."):
             WarmCallable.unpack(run, data)

@@ -47,27 +47,37 @@ def test_a_fresh_process_serves_without_jit_work(model, path, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("path", "right"),
+    "path",
     [
-        ("mega_cache", True),
-        pytest.param("disk", True, marks=SLOW),
-        pytest.param("precompile", True, marks=SLOW),
-        pytest.param("precompile_mega_cache", True, marks=SLOW),
-        pytest.param("package", True, marks=SLOW),
-        pytest.param("package_op", False, marks=SLOW),
-        ("aot_compile", False),
+        "mega_cache",
+        "aot_compile",
+        pytest.param("aot_inputs", marks=SLOW),
+        pytest.param("disk", marks=SLOW),
+        pytest.param("precompile", marks=SLOW),
+        pytest.param("precompile_mega_cache", marks=SLOW),
+        pytest.param("package", marks=SLOW),
     ],
 )
-def test_what_fxwarm_saved_loads_where_fxwarm_is_not_installed(path, right, tmp_path):
-    """``aot_compile`` names the class that loads the artifact, and it is ours; the op inside a package is asked for."""
+def test_what_fxwarm_saved_loads_where_fxwarm_is_not_installed(path, tmp_path):
     saved = load_paths.run_stage(path, "save", tmp_path, "plain")
     assert "error" not in saved, saved["error"]
     loaded = load_paths.run_stage(path, "blind", tmp_path, "plain")
-    if right:
-        assert loaded.get("right") is True and loaded["loaded"] is True, loaded
-    else:
-        missing = "No module named 'fxwarm'" if path == "aot_compile" else "fxwarm::ensure_warm"
-        assert missing in loaded["error"], loaded
+    assert loaded.get("right") is True and loaded["loaded"] is True, loaded
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("path", "missing"),
+    [
+        ("aot_compile", "No module named 'fxwarm'"),
+        pytest.param("aot_inputs", "No module named 'fxwarm'", marks=SLOW),
+        pytest.param("package_op", "fxwarm::ensure_warm", marks=SLOW),
+    ],
+)
+def test_what_was_asked_to_warm_itself_anywhere_needs_fxwarm_to_load(path, missing, tmp_path):
+    saved = load_paths.run_stage(path, "save", tmp_path, "plain", FXWARM_EMBED="1")
+    assert "error" not in saved, saved["error"]
+    assert missing in load_paths.run_stage(path, "blind", tmp_path, "plain")["error"]
 
 
 def test_a_stage_that_hangs_is_cut_and_says_where_it_was(tmp_path):
