@@ -117,6 +117,17 @@ def test_two_workers_build_what_one_builds(fresh, monkeypatch):  # A6
     assert len(keys[0]) == 3
 
 
+def test_no_more_build_at_once_than_were_asked_for(fresh):  # A6
+    folder = fresh / "counted"
+    folder.mkdir()
+    plan = [toy("counted", width=width, folder=str(folder)) for width in range(1, 7)]
+    with options.use(options.resolve({"jobs": 4})):
+        built = list(TileLang().build(plan, CPU, 4))
+    assert not [b.error for b in built if b.error]
+    seen = [int((folder / f"{width}.seen").read_text()) for width in range(1, 7)]
+    assert max(seen) <= 4
+
+
 def test_a_warmup_builds_every_kernel_ahead_of_its_load(fresh, monkeypatch):
     monkeypatch.setenv("FXWARM_CACHE_DIR", str(fresh / "fxwarm"))
     plan = [toy("scaled", width=8, factor=factor) for factor in (5.5, 6.5)]

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import tilelang
 from tilelang import language as T
@@ -19,6 +20,25 @@ def scaled(width: int, factor: float, step: int = 1):
                 out[t, i] = x[t, i] * factor + step
 
     return scaled_kernel
+
+
+@tilelang.jit(target="c", execution_backend="cython")
+def counted(width: int, folder: str):
+    """Leave a file in ``folder`` that says how many of these are being built at once."""
+    mine = Path(folder, f"{width}.running")
+    mine.touch()
+    time.sleep(0.3)
+    Path(folder, f"{width}.seen").write_text(str(len(list(Path(folder).glob("*.running")))))
+    mine.unlink()
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def counted_kernel(x: T.Tensor[(n, width), T.float32], out: T.Tensor[(n, width), T.float32]):
+        with T.Kernel(n) as t:
+            for i in T.serial(width):
+                out[t, i] = x[t, i]
+
+    return counted_kernel
 
 
 @tilelang.jit(target="c", execution_backend="cython")
