@@ -50,6 +50,8 @@ class FolderWatch:
 
     def drain(self) -> None:
         """Return once all that happened before is told."""
+        if self._stopped:
+            return
         if self._notifier is not None:
             end = time.monotonic() + 0.5
             while _waiting(self._notifier.fileno()) and time.monotonic() < end:
@@ -82,17 +84,21 @@ class FolderWatch:
                 self._known.add(entry)
                 self._watch(entry, opens=True)
         if self._notifier is not None:
-            woken, self._wake = os.pipe()
+            self._woken, self._wake = os.pipe()
             threading.Thread(
-                target=self._run, args=(self._notifier, woken, self._wake), name="fxwarm-files", daemon=True
+                target=self._run, args=(self._notifier, self._woken, self._wake), name="fxwarm-files", daemon=True
             ).start()  # fmt: skip
 
     def _restart(self) -> None:
         """Watch anew in a forked child: the thread is its parent's, and so are the notices in the queue."""
         self._lock = threading.RLock()
+        if self._stopped:
+            return
         if self._notifier is not None:
             with contextlib.suppress(OSError):
                 self._notifier.close()
+            for handle in (self._woken, self._wake):
+                os.close(handle)
         self._start()
 
     def _watch(self, folder: Path, *, opens: bool) -> None:
@@ -108,7 +114,10 @@ class FolderWatch:
 
     def _run(self, notifier: notify.Notifier, woken: int, wake: int) -> None:
         try:
-            while woken not in select.select([notifier.fileno(), woken], [], [])[0]:
+            ready = select.poll()  # select() takes no descriptor beyond 1023, and a server has thousands
+            for handle in (notifier.fileno(), woken):
+                ready.register(handle, select.POLLIN)
+            while all(handle != woken for handle, _ in ready.poll()):
                 with self._lock:
                     if self._stopped:
                         break
@@ -117,9 +126,11 @@ class FolderWatch:
         except (OSError, ValueError):
             log.debug("fxwarm: no longer watching %s", self.folders, exc_info=True)
         finally:
-            notifier.close()
-            os.close(woken)
-            os.close(wake)
+            with self._lock:  # from now on these numbers are other files
+                self._stopped = True
+                notifier.close()
+                os.close(woken)
+                os.close(wake)
 
     def _take(self, notice: Notice) -> None:
         if notice.is_open:

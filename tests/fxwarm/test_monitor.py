@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -470,6 +471,45 @@ def test_what_another_process_does_to_a_shared_cache_is_not_ours(tmp_path, notif
         assert "by this process or another" in str(seen[0])
     else:
         assert not seen
+
+
+def test_a_server_with_thousands_of_open_files_is_watched_like_any_other(tmp_path, notifier):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this user may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        events, stop = heard(tmp_path)
+        deep_gemm(tmp_path, "build")
+        watchers.drain()
+        stop()
+    finally:
+        for handle in many:
+            os.close(handle)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [event.kind for event, _ in events] == ["build"]
+
+
+def test_a_watch_whose_thread_has_ended_closes_nothing_of_others(tmp_path, notifier, monkeypatch):
+    watch = FolderWatch([tmp_path], lambda entry, file, notice: None)
+    (thread,) = [t for t in threading.enumerate() if t.name == "fxwarm-files"]
+
+    def fail():
+        raise OSError("the queue is gone")
+
+    monkeypatch.setattr(watch._notifier, "read", fail)
+    (tmp_path / "entry").mkdir()
+    thread.join(10)
+    mine, written = os.pipe()
+    others = [os.dup(written) for _ in range(8)]  # numbers that the watch had
+    watch.drain()
+    watch.stop()
+    os.set_blocking(mine, False)
+    with pytest.raises(BlockingIOError):
+        os.read(mine, 1)
+    for handle in (mine, written, *others):
+        os.close(handle)
 
 
 def test_a_forked_child_hears_of_its_own_work_and_its_parent_does_not(tmp_path, notifier):
