@@ -99,8 +99,10 @@ class Warmup:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._prepared = self._gave_up = False
-        self._pending: dict[CompileKey, float] = {}
-        """What is being built, with the time when it began or another was done."""
+        self._pending: set[CompileKey] = set()
+        """What is being built, or waits for a slot."""
+        self._moved = 0.0
+        """When a build last began or ended."""
         _alive.add(self)
 
     @property
@@ -168,13 +170,18 @@ class Warmup:
                     imports()
 
     def _give_up_if_stuck(self) -> None:
-        """Go on without the compiles that outlasted their limit: a family should end them, and this one did not."""
+        """Go on without the compiles that outlasted their limit: a family should end them, and this one did not.
+
+        Warmups share the slots of the process: these may wait for what another one builds.
+        """
         limit = 1.25 * self.options.build_timeout + 1
-        stuck = dict(self._pending)
-        silent = time.monotonic() - max(stuck.values()) if stuck else 0.0
-        if silent > limit:
-            limit = max(limit, *(1.25 * _patience(key, self.options) for key in stuck))
-        if silent > limit:
+        stuck = set(self._pending)
+        if not stuck or time.monotonic() - self._moved <= limit:
+            return
+        busy = [w for w in list(_alive) if w._pending and not w._gave_up]
+        keys = {key for w in busy for key in set(w._pending)}
+        limit = max(limit, *(1.25 * _patience(key, self.options) for key in keys))
+        if time.monotonic() - max(w._moved for w in (self, *busy)) > limit:
             self._gave_up = True
             reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
             self._built += [Built(key, limit, error=reason) for key in stuck]
@@ -219,59 +226,57 @@ class Warmup:
             self.plan = receipts.stored_plan(self)
             self.is_stored = self.plan is not None and self.plan is not self.offered
         if self.plan is None:
-            streams: dict[str, Stream] = {}
-            beside: list[Beside] = []
-            target = self.target
-
-            def build_at_once(family: KernelFamily, planned: Planned) -> None:
-                if not (hasattr(family, "build") and self._is_proven(family)):
-                    return
-                if family.name not in streams:
-                    streams[family.name] = Stream(
-                        family, target, self._run_build, self._found.append
-                    )
-                streams[family.name].put(planned)
-
-            def build_beside(family: KernelFamily, group: Sequence[Planned]) -> None:
-                if self._is_proven(family):
-                    beside.append(Beside(lambda: self._build_family(family, group)))
-
-            try:
-                self.plan = make_plan(
-                    self.shapes,
-                    self.target,
-                    self.libraries,
-                    ask=True,
-                    max_keys=self.options.max_keys,
-                    graph_key=self.graph_key,
-                    on_planned=build_at_once,
-                    on_modelled=build_beside,
-                )
-            finally:
-                for stream in streams.values():
-                    stream.close()
-                for one in beside:
-                    one.join()
+            self._plan_while_building(self.target)
+        assert self.plan is not None
         if not given:
             self.plan = receipts.with_learned(self.plan, self.options)
         self._build(self.plan)
         self._build_seconds = time.perf_counter() - begin
 
+    def _plan_while_building(self, target: Target) -> None:
+        """Make a plan; what is named is built while more is asked for."""
+        streams: dict[str, Stream] = {}
+        with (
+            contextlib.ExitStack() as ends
+        ):  # each build is waited for, whatever another one raises
+
+            def build_at_once(family: KernelFamily, planned: Planned) -> None:
+                if not (hasattr(family, "build") and self._is_proven(family)):
+                    return
+                if family.name not in streams:
+                    stream = Stream(family, target, self._run_build, self._found.append)
+                    streams[family.name] = stream
+                    ends.callback(stream.close)
+                streams[family.name].put(planned)
+
+            def build_beside(family: KernelFamily, group: Sequence[Planned]) -> None:
+                if self._is_proven(family):
+                    ends.callback(Beside(lambda: self._build_family(family, group)).join)
+
+            self.plan = make_plan(
+                self.shapes,
+                target,
+                self.libraries,
+                ask=True,
+                max_keys=self.options.max_keys,
+                graph_key=self.graph_key,
+                on_planned=build_at_once,
+                on_modelled=build_beside,
+            )
+
     def _build(self, plan: WarmPlan) -> None:
         """Build what was not built while the plan was made, the families side by side."""
         tried = {b.key for b in self._built} | set(self._found)
-        beside: list[Beside] = []
-        for family, group in by_family(plan.planned):
-            library = family.library(self.libraries)
-            if not library.installed:
-                self._absent[family.name] = (
-                    f"{library}: install it to warm {len(group)} kernels of {family.name}"
-                )
-                continue
-            rest = [p for p in group if p.key not in tried]
-            beside.append(Beside(functools.partial(self._build_family, family, rest)))
-        for one in beside:
-            one.join()
+        with contextlib.ExitStack() as ends:
+            for family, group in by_family(plan.planned):
+                library = family.library(self.libraries)
+                if not library.installed:
+                    self._absent[family.name] = (
+                        f"{library}: install it to warm {len(group)} kernels of {family.name}"
+                    )
+                    continue
+                rest = [p for p in group if p.key not in tried]
+                ends.callback(Beside(functools.partial(self._build_family, family, rest)).join)
 
     def _build_family(self, family: KernelFamily, planned: Sequence[Planned]) -> None:
         assert self.target is not None
@@ -292,29 +297,38 @@ class Warmup:
         return self.target.arch in getattr(family, "archs", (self.target.arch,))
 
     def _run_build(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
-        with Progress(f"building {family.name}", total) as progress:
-            for built in each(
-                lambda rest: family.build(rest, self.target, jobs(self.options)),  # type: ignore[attr-defined]
-                self._note(planned),
-                Built,
-            ):  # type: ignore[attr-defined]
-                if self._gave_up:
-                    return
-                self._pending.pop(built.key, None)
-                self._pending.update(dict.fromkeys(self._pending, time.monotonic()))
-                self._built.append(built)
-                progress.step(str(built.key), built.seconds, built.error)
+        begun: set[CompileKey] = set()
+        try:
+            with Progress(f"building {family.name}", total) as progress:
+                for built in each(
+                    lambda rest: family.build(rest, self.target, jobs(self.options)),  # type: ignore[attr-defined]
+                    self._note(planned, begun),
+                    Built,
+                ):
+                    if self._gave_up:
+                        return
+                    self._pending.discard(built.key)
+                    self._moved = time.monotonic()
+                    self._built.append(built)
+                    progress.step(str(built.key), built.seconds, built.error)
+        finally:  # what an error cut off is not waited for
+            self._pending -= begun
 
-    def _note(self, planned: Iterable[Planned]) -> Iterable[Planned]:
-        """Keep in mind that these are being built from now."""
+    def _note(self, planned: Iterable[Planned], begun: set[CompileKey]) -> Iterable[Planned]:
+        """Keep in mind that these are being built from now, in ``begun`` as well."""
+
+        def note(p: Planned) -> Planned:
+            begun.add(p.key)
+            self._moved = time.monotonic()
+            self._pending.add(p.key)
+            return p
+
         if isinstance(planned, Sequence):
-            self._pending.update((p.key, time.monotonic()) for p in planned)
-            return planned
+            return [note(p) for p in planned]
 
         def one_by_one() -> Iterator[Planned]:
             for p in planned:
-                self._pending[p.key] = time.monotonic()
-                yield p
+                yield note(p)
 
         return one_by_one()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from fxwarm import family, options, planner, warmup
+from fxwarm import exc, family, options, planner, warmup
 from fxwarm.builds import Beside
 from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, WarmPlan
 from passes.records import KernelCall, ShapeSet, Site
@@ -86,6 +87,67 @@ def test_what_is_modelled_builds_while_another_library_is_asked(registered):
     assert {b.key.family for b in report.built if not b.error} == {"asked", "modelled"}, report.gaps
     chosen = [f.name for f, _, _ in planner.choose(shapes, CPU)]
     assert chosen == ["modelled", "asked"]
+
+
+class Failing(One):
+    """One whose build fails at once."""
+
+    def build(self, planned, target, jobs):
+        raise exc.LibraryError("its compiler is gone")
+
+
+class Slow(One):
+    """One whose build is done when the gate opens."""
+
+    def build(self, planned, target, jobs):
+        self._gate.wait(10)
+        yield from (Built(p.key, 0.1) for p in planned)
+
+
+def test_a_family_that_fails_does_not_leave_the_builds_of_others_behind(registered):
+    opened = threading.Event()
+    registered(Failing("failing", opened), Slow("slow", opened))
+    keys = [Planned(CompileKey(name, "k")) for name in ("failing", "slow")]
+    threading.Timer(0.2, opened.set).start()
+    report = warmup.run(WarmPlan(CPU, planned=tuple(keys)))
+    assert [b.key.family for b in report.built] == ["slow"]
+    assert "its compiler is gone" in str(report.gaps)
+    assert not [t for t in threading.enumerate() if t.name == "fxwarm-beside"]
+
+
+def make_warmup(name, **given):
+    given = options.resolve(given)
+    one = warmup.Warmup(
+        ShapeSet(), given, target=CPU, device=warmup.current_device("cpu"),
+        plan=WarmPlan(CPU, planned=(Planned(CompileKey(name, "k")),)),
+    )  # fmt: skip
+    one.start()
+    return one
+
+
+def test_who_waits_for_the_slots_of_another_graph_is_not_given_up_while_that_builds(registered):
+    opened, held = threading.Event(), threading.Event()
+    registered(Slow("waiting", opened), Slow("building", held))
+    one = make_warmup("waiting", build_timeout=0.1)
+    other = make_warmup("building", build_timeout=300)
+    while not (one._pending and other._pending):
+        time.sleep(0.01)
+    one._moved -= 10
+    one._give_up_if_stuck()
+    assert not one._gave_up
+    other._moved -= 10
+    one._give_up_if_stuck()
+    assert one._gave_up
+    opened.set()
+    held.set()
+    other.wait()
+
+
+def test_what_an_error_cut_off_is_not_waited_for(registered):
+    registered(Failing("failing", threading.Event()))
+    one = make_warmup("failing")
+    one.wait()
+    assert not one._pending
 
 
 def test_what_a_thread_raises_is_raised_where_it_is_joined():
