@@ -114,7 +114,8 @@ class FolderWatch:
 
     def _run(self, notifier: notify.Notifier, woken: int, wake: int) -> None:
         try:
-            ready = select.poll()  # select() takes no descriptor beyond 1023, and a server has thousands
+            # select() takes no descriptor beyond 1023, and a server has thousands
+            ready = select.poll()
             for handle in (notifier.fileno(), woken):
                 ready.register(handle, select.POLLIN)
             while all(handle != woken for handle, _ in ready.poll()):
