@@ -75,6 +75,23 @@ def make_layer(hidden: int, device: str) -> Any:
     return Block().to(device)
 
 
+def make_model(hidden: int, layers: int) -> Any:
+    """Return ``layers`` blocks, one after the other, without weights: what a trace of a model goes through."""
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(make_layer(hidden, "meta") for _ in range(layers))
+
+        def forward(self, residual: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                residual = layer(residual)[-1]
+            return residual
+
+    return Model()
+
+
 def register() -> None:
     """Make the families known: from a checkout there are no entry points."""
     import fxwarm
@@ -106,11 +123,12 @@ class Counters:
         }
 
 
-def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
+def warm(hidden: int, jobs: int, family: str, layers: int) -> dict[str, Any]:
     """Trace and warm the kernels of ``family``, or of both; return what it took.
 
-    The libraries are imported before, so that import, build and load are told apart. One family is planned, then
-    built; both are planned and built at once, as behind ``torch.compile``.
+    As behind ``torch.compile`` the model is traced twice, and what asks and builds starts, and imports, when the backend
+    has seen the first trace. The libraries are imported here before the builds, so that import, build and load are told
+    apart. One family is planned, then built; both are planned and built at once.
     """
     import torch
 
@@ -121,15 +139,15 @@ def warm(hidden: int, jobs: int, family: str) -> dict[str, Any]:
     register()
     torch.cuda.init()
     with torch.device("meta"):
-        block = make_layer(hidden, "meta")
+        model = make_model(hidden, layers)
         residual = torch.empty(16, MULT, hidden, dtype=torch.bfloat16)
-    begin = time.perf_counter()
-    shapes = fxwarm.trace(block, residual, max_size=TOKENS)
+    shapes = fxwarm.trace(model, residual, max_size=TOKENS)
     if family:
         shapes = only(shapes, family)
-    traced = time.perf_counter()
-    # as the backend does when it first sees a graph; the second trace of a real model hides it whole
     planner.prepare(shapes, Target.current())
+    begin = time.perf_counter()
+    fxwarm.trace(model, residual, max_size=TOKENS)
+    traced = time.perf_counter()
     import_libraries({call.family for call in shapes.calls})
     imported = time.perf_counter()
     plan = fxwarm.plan(shapes) if family else shapes
@@ -302,7 +320,7 @@ def run_phase(args: argparse.Namespace) -> dict[str, Any]:
         return sweep(args.hidden, list(first.values()))
     if args.phase in ("compile cold", "compile warm"):
         return compile_model(args.hidden)
-    found = warm(args.hidden, args.jobs, args.family)
+    found = warm(args.hidden, args.jobs, args.family, args.layers)
     found["splits"] = len(first)
     if args.family:  # a sweep would compile the other family's kernels
         return found
@@ -329,6 +347,7 @@ def spawn(args: argparse.Namespace, phase: str, folder: Path, family: str = "") 
     }
     command = [sys.executable, __file__, "--phase", phase, "--answer", str(answer)]
     command += ["--hidden", str(args.hidden), "--jobs", str(args.jobs), "--family", family]
+    command += ["--layers", str(args.layers)]
     begin = time.perf_counter()
     done = subprocess.run(command, env=environ, check=False, timeout=args.limit)
     if not answer.exists():
@@ -363,6 +382,12 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument(
         "--jobs", type=int, default=0, help="compiles at once; 0 is fxwarm's default"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=8,
+        help="layers traced while the libraries are imported in other processes; DeepSeek-V3 has 61",
     )
     parser.add_argument("--limit", type=float, default=500, help="seconds for one phase")
     parser.add_argument(
