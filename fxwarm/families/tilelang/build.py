@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -27,6 +28,9 @@ START = 120.0
 """Seconds for the imports of the server: 4 s was the slowest start."""
 IDLE = 60.0
 """Seconds after which a server that was started ahead, and got no task, is ended."""
+
+_OTHERS = ("MAX_JOBS", "TORCHINDUCTOR_", "TRITON_", "DG_", "DJ_")
+"""Beginnings of variables that no TileLang build reads, and that others set while they work."""
 
 _ahead: queue.SimpleQueue[_Server] = queue.SimpleQueue()
 """At most one server that imports, or has imported, and waits for tasks."""
@@ -119,17 +123,19 @@ class _Server:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
-        self._environ = dict(os.environ)
+        self._environ = _environ()
         self._process = _start(self._errors.fileno())
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._running: dict[CompileKey, contextlib.ExitStack] = {}
         self._ended = self._stuck = False
+        self._handed = time.monotonic()
+        """When the last task was."""
         self._reader = threading.Thread(target=self._read, name="fxwarm-tilelang-read", daemon=True)
         self._reader.start()
 
     def is_current(self) -> bool:
         """Whether it still runs, under the environment of this moment: cache folders are in it."""
-        return self._process.poll() is None and self._environ == dict(os.environ)
+        return self._process.poll() is None and self._environ == _environ()
 
     def feed(self, tasks: list[Task], jobs: int) -> None:
         """Hand out each task when there is a slot for it."""
@@ -137,6 +143,7 @@ class _Server:
         for task in tasks:
             slot = contextlib.ExitStack()
             slot.enter_context(slots.take(jobs))
+            self._handed = time.monotonic()
             self._running[task.key] = slot
             if self._ended:
                 slot.close()
@@ -150,11 +157,14 @@ class _Server:
 
     def answer(self, patience: float) -> Answer | None:
         """Return the next answer; None where the server ended, or is silent for ``patience`` seconds while it works."""
+        wait = patience
         while True:
             try:
-                return self._answers.get(timeout=patience)
+                return self._answers.get(timeout=wait)
             except queue.Empty:
-                if self._running:  # else the slots are taken by others
+                # where nothing runs the slots are taken by others; what runs may have got its slot just now
+                wait = self._handed + patience - time.monotonic() if self._running else patience
+                if wait <= 0:
                     self._stuck = True
                     return None
 
@@ -191,6 +201,11 @@ class _Server:
         for slot in list(self._running.values()):
             slot.close()
         self._answers.put(None)
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment as far as a build can depend on it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
 
 
 def _start(errors: int) -> subprocess.Popen[bytes]:

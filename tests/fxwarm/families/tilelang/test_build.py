@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import shutil
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -85,6 +88,9 @@ def test_a_server_that_was_started_ahead_builds_and_one_of_another_environment_d
         build_module._ahead.put(ahead)
         assert build_module._take_server() is ahead
         build_module._ahead.put(ahead)
+        for name in ("MAX_JOBS", "TRITON_CACHE_DIR"):  # FlashInfer and Inductor set these meanwhile
+            monkeypatch.setenv(name, "4")
+        assert ahead.is_current()
         monkeypatch.setenv("TILELANG_CACHE_DIR", str(fresh / "elsewhere"))
         (built,) = family.build(two(1.15e-6)[:1], CPU, 1)
         assert not built.error
@@ -175,6 +181,27 @@ def test_a_server_that_dies_costs_all_keys_and_says_how(fresh, monkeypatch):
     built = list(build(plan, CPU, 2))
     assert len(built) == 2
     assert all("the worker ended with 1" in b.error for b in built)
+
+
+def test_a_kernel_that_got_its_slot_late_has_its_whole_time():
+    server = object.__new__(build_module._Server)
+    server._running, server._handed, server._stuck = {}, time.monotonic(), False
+    key, waits = toy("scaled", width=8).key, []
+
+    class Answers:
+        """Nothing comes while others have the slots; at the very end the kernel gets one."""
+
+        def get(self, timeout):
+            waits.append(timeout)
+            if len(waits) == 1:
+                server._handed, server._running[key] = time.monotonic(), contextlib.ExitStack()
+                raise queue.Empty
+            return worker.Answer(key)
+
+    server._answers = Answers()
+    assert server.answer(60) == worker.Answer(key)
+    assert waits[0] == 60
+    assert waits[1] > 30
 
 
 def test_loading_twice_builds_nothing_and_elaborates_nothing(fresh):
