@@ -27,7 +27,17 @@ from fxwarm.options import Options, resolve
 from fxwarm.planner import every_size, make_plan, runs_on
 from fxwarm.progress import Progress
 from fxwarm.ranks import dealing
-from fxwarm.records import Built, CompileKey, Loaded, Planned, Target, Tuned, WarmPlan, WarmReport
+from fxwarm.records import (
+    Built,
+    CompileKey,
+    Library,
+    Loaded,
+    Planned,
+    Target,
+    Tuned,
+    WarmPlan,
+    WarmReport,
+)
 from fxwarm.runtime import current_device, device_of, memory, quiet
 from passes.records import Gap, KernelCall, ShapeSet
 
@@ -152,6 +162,37 @@ class Warmup:
             raise exc.IncompleteError(_why_partial(self.report))
         return self.report
 
+    @property
+    def built(self) -> tuple[Built, ...]:
+        """What was built so far, in the background or by others."""
+        return tuple(self._built)
+
+    def groups(self) -> Iterator[tuple[KernelFamily, list[Planned], Library]]:
+        """Yield what the plan has of each family that is installed here; note the others for the report."""
+        for family, group in by_family(self.plan.planned if self.plan is not None else ()):
+            library = family.library(self.libraries)
+            if library.installed:
+                yield family, group, library
+            else:
+                self._absent[family.name] = (
+                    f"{library}: install it to warm {len(group)} kernels of {family.name}"
+                )
+
+    def adopt(
+        self,
+        plan: WarmPlan | None,
+        built: Sequence[Built],
+        found: Sequence[CompileKey],
+        seconds: float,
+    ) -> None:
+        """Take what was built for this warmup elsewhere, in ``seconds``: ``finish`` then only tunes and loads."""
+        with self._lock:
+            self.plan, self._built, self._found = plan, [*built], [*found]
+            self._build_seconds += seconds
+            self._prepared = True
+            if self._thread is None:
+                self._thread = threading.Thread(name="fxwarm-adopted")  # never runs
+
     def wait(self) -> None:
         """Wait until what ``start`` began is done."""
         thread = self._thread
@@ -268,13 +309,7 @@ class Warmup:
         """Build what was not built while the plan was made, the families side by side."""
         tried = {b.key for b in self._built} | set(self._found)
         with contextlib.ExitStack() as ends:
-            for family, group in by_family(plan.planned):
-                library = family.library(self.libraries)
-                if not library.installed:
-                    self._absent[family.name] = (
-                        f"{library}: install it to warm {len(group)} kernels of {family.name}"
-                    )
-                    continue
+            for family, group, _ in self.groups():
                 rest = [p for p in group if p.key not in tried]
                 ends.callback(Beside(functools.partial(self._build_family, family, rest)).join)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -94,6 +95,7 @@ def _build_share(party: Party, share: Sequence[Item], peers: int) -> None:
         by_key = {item.key: item for item in items}
         party.tried += items
         title = f"building {family.name}"
+        begin = time.perf_counter()
         party.meeting.doing = f"{title}, {len(items)} kernels"
         try:
             with (
@@ -116,6 +118,8 @@ def _build_share(party: Party, share: Sequence[Item], peers: int) -> None:
                     party.failed[item] = party.said(
                         party.meeting.rank, f"{type(error).__name__}: {error}"
                     )
+        seconds = party.seconds.get(id(one), 0.0) + time.perf_counter() - begin
+        party.seconds[id(one)] = seconds
     party.meeting.doing = "waiting for the others' kernels"
 
 

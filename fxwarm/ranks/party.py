@@ -36,6 +36,8 @@ class Party:
     items: dict[int, list[Item]] = field(default_factory=dict)
     """The same by warmup."""
     built: dict[Item, Built] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    """How long this rank built, by the warmup whose options it took."""
     lacking: set[Item] = field(default_factory=set)
     """What this rank's caches lacked when it looked last."""
     tried: list[Item] = field(default_factory=list)

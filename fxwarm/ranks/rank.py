@@ -8,7 +8,6 @@ included, is data of the next exchange, and what follows is computed alike on ev
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fxwarm import exc, options, receipts, warmup
-from fxwarm.family import KernelFamily, by_family
+from fxwarm.family import KernelFamily
 from fxwarm.planner import make_plan
 from fxwarm.ranks.building import build, fit, state_facts
 from fxwarm.ranks.dealing import Item, Outcome, name_folder
@@ -80,13 +79,7 @@ def _plan(party: Party, one: Warmup) -> None:
 def _take_stock(party: Party, one: Warmup) -> None:
     assert one.target is not None
     mine = party.items.setdefault(id(one), [])
-    for family, group in by_family(one.plan.planned if one.plan is not None else ()):
-        library = family.library(one.libraries)
-        if not library.installed:
-            one._absent[family.name] = (
-                f"{library}: install it to warm {len(group)} kernels of {family.name}"
-            )
-            continue
+    for family, group, library in one.groups():
         where = _folder_of(family, one.target)
         folder = name_folder(where) if where is not None else f"{party.meeting.host}-{family.name}"
         kind = _kind(one.target, library)
@@ -94,7 +87,7 @@ def _take_stock(party: Party, one: Warmup) -> None:
             item = Item(folder, kind, planned.key)
             mine.append(item)
             party.work.setdefault(item, (family, planned, one))
-    for built in one._built:  # in the background, before this
+    for built in one.built:  # in the background, before this
         for item in mine:
             if item.key == built.key and built.error:
                 party.failed[item] = built.error
@@ -116,19 +109,17 @@ def _finish(party: Party, callable_: WarmCallable) -> Exception | None:
 def _hand_over(party: Party, one: Warmup) -> None:
     """Give ``one`` what was built for it here and elsewhere, so that it only tunes and loads."""
     items = party.items.get(id(one), [])
-    if one.plan is not None:
+    plan = one.plan
+    if plan is not None:
         now = {item.key: party.work[item][1] for item in items}
-        planned = tuple(now.get(p.key, p) for p in one.plan.planned)
-        one.plan = msgspec.structs.replace(one.plan, planned=planned)
+        planned = tuple(now.get(p.key, p) for p in plan.planned)
+        plan = msgspec.structs.replace(plan, planned=planned)
     bad = {**party.refused, **party.failed}
-    built = {b.key: b for b in one._built}  # in the background, before this
+    built = {b.key: b for b in one.built}  # in the background, before this
     built |= {i.key: b for i, b in party.built.items() if i in items and party.work[i][2] is one}
     built |= {item.key: Built(item.key, error=bad[item]) for item in items if item in bad}
-    one._built = list(built.values())
-    one._found = [i.key for i in items if i.key not in built and i not in party.lacking]
-    one._prepared = True
-    if one._thread is None:
-        one._thread = threading.Thread(name="fxwarm-ranks")  # never runs: all is prepared
+    found = [i.key for i in items if i.key not in built and i not in party.lacking]
+    one.adopt(plan, [*built.values()], found, party.seconds.get(id(one), 0.0))
 
 
 def _tell(party: Party) -> None:
@@ -199,17 +190,18 @@ def _folder_of(family: KernelFamily, target: Target) -> Path | None:
 def _make_plan(one: Warmup) -> WarmPlan:
     """Return the plan of ``one`` as its own start would make it."""
     assert one.target is not None
-    stored = receipts.stored_plan(one)
-    if stored is not None:
-        return stored
-    return make_plan(
-        one.shapes,
-        one.target,
-        one.libraries,
-        ask=True,
-        max_keys=one.options.max_keys,
-        graph_key=one.graph_key,
-    )
+    plan = receipts.stored_plan(one)
+    one.is_stored = plan is not None and plan is not one.offered
+    if plan is None:
+        plan = make_plan(
+            one.shapes,
+            one.target,
+            one.libraries,
+            ask=True,
+            max_keys=one.options.max_keys,
+            graph_key=one.graph_key,
+        )
+    return receipts.with_learned(plan, one.options)
 
 
 def _kind(target: Target, library: Library) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 from fxwarm.families.deep_gemm.entries import ENTRIES, uncovered
 from fxwarm.families.flashinfer import entries as flashinfer
 from passes.records import Gap
+
+log = logging.getLogger(__name__)
 
 UNKNOWN = object()
 """A value that is not known while tracing: a tensor, a symbolic size."""
@@ -152,6 +155,11 @@ def refuse(known: Substitute, reason: str, place: str = "") -> None:
         place,
     )
     _refused[gap] = None
+    if (
+        gap not in _said
+    ):  # the graph may be one that never comes: nothing may be left of it but this call
+        _said[gap] = None
+        log.warning("fxwarm: %s", gap)
 
 
 def take_refusals() -> tuple[Gap, ...]:
@@ -162,6 +170,7 @@ def take_refusals() -> tuple[Gap, ...]:
 
 
 _refused: dict[Gap, None] = {}
+_said: dict[Gap, None] = {}
 _LOGITS = ("logits_dtype", "torch.float32")  # a pybind11 function does not name it as its default
 _QUIET = ("ensure_zero_padding", "fuse_grad_acc")
 """Arguments that change nothing that one may rely on: zeroed padding, and how gradients are added up."""

@@ -69,6 +69,23 @@ def widths(keys: int) -> list[int]:
 # Pure: what every rank computes alike
 
 
+def test_a_rank_plans_what_its_cache_learned_as_a_start_alone_does(fresh):
+    from fxwarm import family, options, receipts, warmup
+    from fxwarm.ranks import rank
+    from fxwarm.records import Planned, Target
+    from tests.fault_child import shapes
+    from tests.toy_family import Toy
+
+    family.register(Toy)
+    try:
+        one = warmup.Warmup(shapes((3,)), options.resolve(), target=Target.named("cpu"))
+        learned = Planned(CompileKey("toy", "scale", ("9", "other")))
+        receipts.learn(rank._make_plan(one), [learned], one.options)
+        assert learned.key in rank._make_plan(one).keys
+    finally:
+        family.unregister("toy")
+
+
 def facts(ranks: int, keys: int, **changes: Any) -> dict[int, Facts]:
     items = tuple(Item("f", "k", CompileKey("toy", "scale", (f"{i:02}",))) for i in range(keys))
     return {r: Facts("host", missing=items, **changes.get(f"r{r}", {})) for r in range(ranks)}
@@ -152,6 +169,7 @@ def test_four_ranks(tmp_path):
         assert len(built(shown[name])) == 22
         assert sorted(len(r["builds"]) for r in shown[name]) == builds
         assert all(len(r["loads"]) == 22 and r["status"] == "complete" for r in shown[name])
+        assert all((r["build_seconds"] > 0) == bool(r["builds"]) for r in shown[name])
     assert shown["C10x"][2]["builds"] == []
 
     for r in shown["C7"]:

@@ -280,7 +280,9 @@ def test_what_no_op_can_express_stays_as_it_is_and_is_a_gap(deep_gemm, calls):
     assert not substitute.take_refusals()
 
 
-def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(deep_gemm, calls, seen):
+def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(
+    deep_gemm, calls, seen, caplog
+):
     deep_gemm.fp8_gemm_nt = lambda a, b, d: calls.append("packed")
     forward = linear(deep_gemm.fp8_gemm_nt)
     x, sf = torch.randn(6, 128), torch.ones(256, 1)
@@ -289,6 +291,7 @@ def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(deep_gemm, c
     assert ops(seen) == []
     (gap,) = substitute.take_refusals()
     assert "int8" in gap.reason
+    assert str(gap) in caplog.text  # said at once: no graph may be left to carry it
 
 
 def test_another_build_than_the_one_that_the_ops_call_is_not_confused_with_it(
