@@ -41,8 +41,9 @@ def plan(
 def warm(plan: WarmPlan | ShapeSet, device: Any = None, **options: Any) -> WarmReport:
     """Build, tune and load every kernel of ``plan`` in this process; return what was done.
 
-    Shapes are planned for this device first, and what is known is built while the rest is asked. ``device`` is the current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options``
-    (``jobs=8``, ``strict=True``). Raises LibraryError where the plan is for another kind of device.
+    Shapes are planned for this device first, and what is known is built while the rest is asked. ``device`` is the
+    current CUDA device by default, else the CPU. ``options`` are those of ``fxwarm.options.Options`` (``jobs=8``,
+    ``strict=True``). Raises LibraryError where the plan is for another kind of device.
     """
     import torch
 

@@ -83,7 +83,8 @@ def fxwarm(
         inner = _inductor(gm, example_inputs, patches, keys, after)
     warmup.graph_key = keys.best
     if keys.why:
-        log.info("fxwarm: %s; a digest of the graph serves as key", keys.why)
+        serves = "a digest of the graph" if keys.best == keys.digest else "the FX graph's"
+        log.info("fxwarm: %s; %s serves as key", keys.why, serves)
     begin_builds(warmup.graph_key)
     warm = callable_class(settings)(inner, warmup, bound)
     beyond = after.finish(example_inputs)

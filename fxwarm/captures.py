@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,16 @@ def install() -> None:
 
     capture_begin._fxwarm = True  # type: ignore[attr-defined]
     graph.capture_begin, graph.capture_end = capture_begin, capture_end
+
+
+def _after_fork() -> None:
+    """The captures are the parent's, and so is the thread that may hold the lock."""
+    global _changed
+    _changed = threading.Condition()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _enter() -> None:

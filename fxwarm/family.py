@@ -44,6 +44,8 @@ class KernelFamily(Protocol):
         Called in the thread that waits for builds, which the load would otherwise do after them.
     ``record(calls, target, library) -> Iterable[Planned | Gap]``
         Exact: ask the library itself, in a process of its own.
+    ``drift(modelled, recorded) -> Iterable[object]``
+        Where ``keys`` and ``record`` disagree, each as a line for the notes of the plan.
     ``build(planned, target, jobs) -> Iterable[Built]``
         Put kernels into the library's disk cache, in parallel, launching nothing. Yields as they finish.
     ``builds(key) -> bool``

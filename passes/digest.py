@@ -70,4 +70,5 @@ def _name(value: Any) -> str:
     if isinstance(value, _SAYS_ITS_NAME):
         return str(value)
     owner = value if hasattr(value, "__qualname__") else type(value)
-    return f"{owner.__module__}.{owner.__qualname__}"  # its own text may hold its address
+    home = getattr(owner, "__module__", "")  # a method of a C class has none
+    return f"{home}.{owner.__qualname__}"  # its own text may hold its address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -134,6 +135,16 @@ def test_a_capture_that_never_ends_is_given_up_and_said(monkeypatch, caplog):
     captures.wait()
     assert "waiting for the graph capture of" in caplog.text
     assert "a capture has been open" in caplog.text
+
+
+def test_a_fork_does_not_wait_for_the_captures_of_its_parent():
+    captures._open.add(-1)  # of a thread that the fork has not
+    pid = os.fork()
+    if pid == 0:
+        captures.wait()
+        os._exit(int(bool(captures._open)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert captures._open == {-1}
 
 
 def test_a_begin_that_fails_leaves_no_capture_open(monkeypatch):

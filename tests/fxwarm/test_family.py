@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fxwarm import exc, family
@@ -40,3 +42,10 @@ def test_an_unknown_family_gets_the_nearest_name():
         exc.UnknownFamilyError, match=r"unknown family 'deepgemm'; did you mean 'deep_gemm'\?"
     ):
         family.get_family("deepgemm")
+
+
+def test_every_power_of_a_built_in_family_is_listed():
+    listed = set(re.findall(r"``(\w+)[(:]", family.KernelFamily.__doc__ or ""))
+    for one in family.load_families().values():
+        names = {name for name in dir(type(one)) if not name.startswith("_")}
+        assert names <= listed | set(family._REQUIRED), one.name

@@ -74,3 +74,9 @@ def test_a_custom_op_is_named_as_it_was_called_and_nothing_holds_an_address():
     text = "\n".join(digest._lines(gm))
     assert "call_function aten.add.Tensor " in text and "call_function aten.sin " in text
     assert "0x" not in text
+
+
+def test_a_method_of_a_c_class_has_no_module_and_a_name():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.Tensor.relu, (graph.placeholder("x"),)))
+    assert digest.digest_of(torch.fx.GraphModule(torch.nn.Module(), graph)).startswith("d")

@@ -91,9 +91,9 @@ class Recorder:
 
         The witness is the call with the smallest M that asks for it. ``first`` is what the model expects: its
         witnesses are asked before all other calls, in this order, so that the builds which take longest begin at
-        once; a kernel that is seen there has the model's witness. Beyond a million calls, and where the tensors would take more than ``memory``
-        bytes of the device, one M of each interval is asked instead. What the library refuses is a gap with its own
-        words. Raises LibraryError if the child cannot start, dies, hangs, or fails every call.
+        once; a kernel that is seen there has the model's witness. Beyond a million calls, and where the tensors would
+        take more than ``memory`` bytes of the device, one M of each interval is asked instead. What the library refuses
+        is a gap with its own words. Raises LibraryError if the child cannot start, dies, hangs, or fails every call.
         """
         sweeps, gaps = _sweeps(calls, memory)
         yield from gaps
