@@ -29,6 +29,7 @@ _SOURCES = 247
 _SECONDS = 157
 """CPU seconds of one translation unit of fused_moe_90; those of the other modules took up to 60."""
 _environment = threading.Lock()
+"""Held by who has set MAX_JOBS: nobody else is to take it for the user's."""
 _TELLING = re.compile(r"\berror\b|fatal|undefined reference|cannot find", re.IGNORECASE)
 
 
@@ -47,16 +48,17 @@ def build(planned: Sequence[Planned], jobs: int) -> Iterator[Built]:
 
 def _build_group(group: Sequence[Planned], jobs: int) -> Iterator[Built]:
     """Build modules side by side, a ninja each; yield them as they finish."""
-    fitting = min(jobs_that_fit(p.key.kernel, jobs, available_bytes()) for p in group)
-    workers = min(len(group), fitting)
-    with (
-        slots.take(jobs, fitting),
-        _max_jobs(max(1, fitting // workers)),
-        ThreadPoolExecutor(workers) as pool,
-    ):
-        yield from (
-            done.result() for done in as_completed([pool.submit(_build_one, p) for p in group])
-        )
+    with _environment:
+        fitting = min(jobs_that_fit(p.key.kernel, jobs, available_bytes()) for p in group)
+        workers = min(len(group), fitting)
+        with (
+            slots.take(jobs, fitting),
+            _max_jobs(max(1, fitting // workers)),
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            yield from (
+                done.result() for done in as_completed([pool.submit(_build_one, p) for p in group])
+            )
 
 
 def _build_one(planned: Planned) -> Built:
@@ -134,16 +136,15 @@ def _build(name: str) -> int:
 @contextlib.contextmanager
 def _max_jobs(number: int) -> Iterator[None]:
     """Set MAX_JOBS, which the library reads when it starts ninja, while modules are built."""
-    with _environment:
-        before = os.environ.get("MAX_JOBS")
-        os.environ["MAX_JOBS"] = str(number)
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["MAX_JOBS"]
-            else:
-                os.environ["MAX_JOBS"] = before
+    before = os.environ.get("MAX_JOBS")
+    os.environ["MAX_JOBS"] = str(number)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MAX_JOBS"]
+        else:
+            os.environ["MAX_JOBS"] = before
 
 
 def shorten(error: Exception) -> str:

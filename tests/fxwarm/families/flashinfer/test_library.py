@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,33 @@ def test_a_build_goes_through_the_librarys_spec_under_its_lock(cold, monkeypatch
     assert not built.error
     assert built.bytes == 5
     assert cold.seen == [(True, "1")]
+    assert "MAX_JOBS" not in os.environ
+
+
+def test_a_build_does_not_take_the_jobs_of_another_graphs_for_the_users(monkeypatch):
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(modules, "available_bytes", lambda: 1 << 40)
+    begun, go_on, seen = threading.Event(), threading.Event(), []
+
+    def build(name):
+        begun.set()
+        go_on.wait(10)
+        seen.append(os.environ["MAX_JOBS"])
+        return 5
+
+    monkeypatch.setattr(modules, "_build", build)
+    threads = [
+        threading.Thread(target=lambda n=jobs: list(modules.build([module("gemm")], n)))
+        for jobs in (1, 3)
+    ]
+    threads[0].start()
+    begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.3)  # until it waits for the first
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert seen == ["1", "3"]
     assert "MAX_JOBS" not in os.environ
 
 
