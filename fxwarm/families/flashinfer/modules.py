@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
+import queue
 import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from fxwarm import exc, slots
+from fxwarm.builds import Beside
 from fxwarm.families.flashinfer import upstream
 from fxwarm.families.flashinfer.keys import MODULE
 from fxwarm.families.flashinfer.library import nvcc
@@ -51,14 +53,23 @@ def _build_group(group: Sequence[Planned], jobs: int) -> Iterator[Built]:
     with _environment:
         fitting = min(jobs_that_fit(p.key.kernel, jobs, available_bytes()) for p in group)
         workers = min(len(group), fitting)
+        todo, done = collections.deque(group), queue.SimpleQueue[Built]()
+
+        def run() -> None:
+            with contextlib.suppress(IndexError):  # none is left
+                while True:
+                    done.put(_build_one(todo.popleft()))
+
         with (
             slots.take(jobs, fitting),
             _max_jobs(max(1, fitting // workers)),
-            ThreadPoolExecutor(workers) as pool,
+            contextlib.ExitStack() as ends,
         ):
-            yield from (
-                done.result() for done in as_completed([pool.submit(_build_one, p) for p in group])
-            )
+            for _ in range(workers):
+                ends.callback(Beside(run).join)
+            ends.callback(todo.clear)
+            for _ in group:
+                yield done.get()
 
 
 def _build_one(planned: Planned) -> Built:

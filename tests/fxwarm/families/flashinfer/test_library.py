@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fxwarm import exc
+from fxwarm import exc, options
 from fxwarm.families.flashinfer import FlashInfer, cache, modules
 from fxwarm.families.flashinfer.library import ENVIRONMENT, find_library
 from fxwarm.families.flashinfer.versions import KNOWN, NEWEST
@@ -187,6 +187,20 @@ def test_a_build_does_not_take_the_jobs_of_another_graphs_for_the_users(monkeypa
         thread.join()
     assert seen == ["1", "3"]
     assert "MAX_JOBS" not in os.environ
+
+
+def test_a_module_is_built_in_the_name_of_its_warmup_and_keeps_no_process_alive(monkeypatch):
+    seen = []
+
+    def build(name):
+        seen.append((options.is_active(), threading.current_thread().daemon))
+        return 5
+
+    monkeypatch.setattr(modules, "_build", build)
+    with options.use(options.resolve()):
+        built = list(modules.build([module("gemm"), module("monomoe")], 2))
+    assert [b.bytes for b in built] == [5, 5]
+    assert seen == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(
