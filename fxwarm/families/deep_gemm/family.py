@@ -193,7 +193,10 @@ class DeepGemm:
         left = {p.key: p for p in planned}
         try:
             for built in workers.build(planned, job):
-                mine = presence.held([left.pop(built.key)], job.where)
+                one = left.pop(built.key, None)
+                if one is None:  # a kernel may have had several damaged entries
+                    continue
+                mine = presence.held([one], job.where)
                 self._built.update(folder.name for folder in mine.values())
                 yield built
         except exc.LibraryError as error:

@@ -121,7 +121,7 @@ def _with_nvcc(
                 yield Built(key, outcome.seconds, error=said[key])
                 continue
             log.warning("fxwarm: NVRTC cannot compile %s, nvcc is tried: %s", key, said[key])
-            for folder in entries[key]:
+            for folder in entries.get(key, ()):  # another process may have mended it
                 source = Source(folder.name, (folder / cache.CODE).read_text(), flags[key])
                 todo.append(Planned(key, outcome.planned.witness, source))
     except (exc.LibraryError, OSError) as error:

@@ -41,7 +41,7 @@ def prepare() -> None:
     if _ahead.empty():
         server = _Server()
         _ahead.put(server)
-        timer = threading.Timer(IDLE, _end_ahead)
+        timer = threading.Timer(IDLE, _end_idle, (server,))
         timer.daemon = True
         timer.start()
 
@@ -56,6 +56,15 @@ def _take_server() -> _Server:
         if server.is_current():
             return server
         server.end()
+
+
+def _end_idle(server: _Server) -> None:
+    with contextlib.suppress(queue.Empty):
+        waiting = _ahead.get_nowait()
+        if waiting is server:
+            server.end()
+        else:  # a later one, with a time of its own
+            _ahead.put(waiting)
 
 
 def _end_ahead() -> None:

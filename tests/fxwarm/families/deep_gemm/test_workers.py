@@ -282,3 +282,11 @@ def test_closing_the_build_ends_the_workers_and_leaves_no_folder(
     running.close()
     assert not any(is_running(c.pid) for c in children)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_kernel_of_several_damaged_entries_is_told_of_once(mode, monkeypatch):
+    mode()
+    planned = plan(*E5)
+    key = planned[0].key
+    monkeypatch.setattr(workers, "build", lambda planned, job: iter([Built(key), Built(key)]))
+    assert list(build(planned)) == [key]
