@@ -42,7 +42,7 @@ class IncompleteError(FxwarmError, RuntimeError):
 
 
 class ColdCaptureError(FxwarmError, RuntimeError):
-    """``strict`` is set and a cold plan was met while a stream was being captured."""
+    """A warmup would load kernels while this thread captures a stream. A model's own call raises it under ``strict`` only."""
 
 
 class JitError(FxwarmError, RuntimeError):

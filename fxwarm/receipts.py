@@ -101,7 +101,7 @@ def stored_plan(warmup: Warmup) -> WarmPlan | None:
 
 
 def learn(plan: WarmPlan, planned: Iterable[Planned], options: Options) -> None:
-    """Keep kernels that ``plan`` lacks and a monitor saw: whoever plans the same again, from whatever source, adds them."""
+    """Keep kernels that ``plan`` lacks and a monitor saw: whoever warms the same shapes again adds them to its plan."""
     folder, key = store.root(options.cache_dir), warm_key(plan)
     path = store.path_of(folder, key, "learned")
     with store.alone(folder, key):
