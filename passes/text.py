@@ -109,11 +109,6 @@ def call_lines(call: KernelCall) -> list[str]:
     return parts + [f"{name}={_attr_text(value)}" for name, value in attrs]
 
 
-def call_text(call: KernelCall) -> str:
-    """Return ``call_lines`` as one line."""
-    return "  ".join(call_lines(call))
-
-
 def shapes_text(call: KernelCall) -> str:
     """Return the shapes of a static call without its scales: "17×2048, 5120×2048, 17×5120"."""
     main = [spec for name, spec in call.tensors if not _is_side(name, spec)]

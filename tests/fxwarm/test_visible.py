@@ -280,9 +280,7 @@ def test_what_no_op_can_express_stays_as_it_is_and_is_a_gap(deep_gemm, calls):
     assert not substitute.take_refusals()
 
 
-def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(
-    deep_gemm, calls, seen, caplog
-):
+def test_a_call_that_the_op_finds_impossible_is_left_to_the_library(deep_gemm, calls, seen, caplog):
     deep_gemm.fp8_gemm_nt = lambda a, b, d: calls.append("packed")
     forward = linear(deep_gemm.fp8_gemm_nt)
     x, sf = torch.randn(6, 128), torch.ones(256, 1)

@@ -87,7 +87,7 @@ def test_a_long_expression_stands_in_a_table_once():
 def test_several_long_expressions_have_several_names():
     one, other = Dim(ROWS, 1024, 81792), Dim("(s0 + 127)//128", 1, 64)
     call = KernelCall("f", "op", (("a", TensorSpec("float32", (one, other))),))
-    assert text.call_text(call) == "a f32[M1, M2]"
+    assert text.call_lines(call) == ["a f32[M1, M2]"]
 
 
 def test_plain_text_is_at_most_120_columns_wide():
