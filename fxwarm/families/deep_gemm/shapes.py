@@ -32,6 +32,10 @@ class Form:
     ) -> None:
         self.m, self.n, self.k, self.groups = m, n, k, groups
 
+    def with_scales(self) -> Form:
+        """Return the form of a product of heads whose rows have scales: [M, heads, K / 128]."""
+        return Form((*self.m, ("a_sf", 0)), self.n, self.k, (*self.groups, ("a_sf", 1)))
+
 
 def form(op: str, attrs: Mapping[str, Any] | None = None) -> Form | None:
     """Return where the dims of ``op`` stand, None for an op without a GEMM's dims.
@@ -40,8 +44,10 @@ def form(op: str, attrs: Mapping[str, Any] | None = None) -> Form | None:
     others must agree with it.
     """
     attrs = attrs or {}
+    per_row = (attrs.get("recipe") or (1,))[0] == 1
     if op.endswith("einsum"):
-        return _EINSUMS.get(str(attrs.get("expr", "")).replace(" ", ""))
+        found = _EINSUMS.get(str(attrs.get("expr", "")).replace(" ", ""))
+        return found.with_scales() if found and op.startswith("fp8") and per_row else found
     if op.startswith("k_grouped"):
         return Form(m=(("d", 1),), n=(("d", 2),), groups=(("d", 0),))
     if op == "tf32_hc_prenorm_gemm":
@@ -49,7 +55,6 @@ def form(op: str, attrs: Mapping[str, Any] | None = None) -> Form | None:
         return Form(rows, (("b", 0), ("d", -1)), (("a", 1), ("b", 1)))
     if "_gemm_" not in op or "logits" in op:
         return None
-    per_row = (attrs.get("recipe") or (1,))[0] == 1
     if "masked" in op:
         return Form(
             (("a", 1), ("d", 1), *((("a_sf", 1),) if per_row else ())),
@@ -87,6 +92,17 @@ _EINSUMS = {
 }  # fmt: skip
 
 
+_EQUAL: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
+    "fp8_mqa_logits": (
+        (("q", 0), ("weights", 0), ("cu_seq_len_k_start", 0), ("cu_seq_len_k_end", 0)),
+        (("kv", 0), ("kv_sf", 0)),
+    ),
+    "fp8_paged_mqa_logits": ((("q", 0), ("context_lens", 0), ("block_table", 0)),),
+    "k_grouped_bf16_gemm_tn_contiguous": ((("a", 0), ("b", 0)),),
+}
+"""Dims that are equal in ops without a GEMM's, or beside them: queries, keys, the sum of all K."""
+
+
 def check(
     op: str, tensors: Mapping[str, Shape], dtypes: Mapping[str, str], attrs: Mapping[str, Any]
 ) -> None:
@@ -115,15 +131,21 @@ def unify(
     """
     where = form(op, attrs)
     found = dict(tensors)
-    if where is None:
-        return found
-    for places in (where.m, where.n, where.k, where.groups):
+    equal = _EQUAL.get(op, ())
+    if where is not None:
+        equal = (*equal, where.m, where.n, where.k, where.groups)
+    for places in equal:
         here = [(name, at) for name, at in places if _has_rank(found, name, at)]
         sizes = [found[name].shape[at] for name, at in here]
         if sizes:
             same = next((size for size in sizes if isinstance(size, int)), sizes[0])
             for name, at in here:
                 found[name] = _with_size(found[name], at, same)
+    if op == "fp8_paged_mqa_logits" and _has_rank(found, "q", 1):
+        rows = found["q"].shape[0] * found["q"].shape[1]  # one weight a head of each new token
+        found["weights"] = _with_size(found["weights"], 0, rows)
+    if where is None:
+        return found
     if attrs.get("num_splits") is not None and op == "tf32_hc_prenorm_gemm":
         for name in ("d", "sqr_sum"):
             found[name] = _with_size(found[name], 0, attrs["num_splits"])

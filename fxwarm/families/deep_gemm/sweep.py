@@ -21,6 +21,7 @@ from fxwarm.families.deep_gemm.describe import place_of
 from fxwarm.families.deep_gemm.inputs import ITEM
 from fxwarm.families.deep_gemm.keys import image_of, strides_of, witness_at
 from fxwarm.families.deep_gemm.match import FAMILY
+from passes import bound
 from passes.records import Dim, Gap, KernelCall
 
 if TYPE_CHECKING:
@@ -77,8 +78,16 @@ class Sweep(NamedTuple):
         return int(self.image.rows[self.points[row], 0])
 
 
+SIZELESS = ("fp8_mqa_logits", "fp8_paged_mqa_logits")
+"""Ops whose kernels no size decides: heads, head dim, block sizes and dtypes do, in both generations."""
+
+
 def make_sweep(call: KernelCall) -> Sweep:
     """Return every attainable point of ``call``. Raises ValueError where they cannot be listed."""
+    if call.op in SIZELESS:
+        smallest = bound.at(call, {symbol.name: symbol.lower for symbol in call.symbols})
+        assert isinstance(smallest, KernelCall)
+        call = smallest
     columns: dict[str, int] = {_rows_of(call): 0}
 
     def number(expr: str) -> Any:

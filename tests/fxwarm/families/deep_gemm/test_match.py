@@ -11,7 +11,7 @@ from fxwarm.families.deep_gemm.match import match
 from fxwarm.families.deep_gemm.shapes import unify
 from passes.calls import SymTensor
 from passes.flatten import OpCall
-from passes.records import Gap
+from passes.records import Dim, Gap, KernelCall, Symbol, TensorSpec
 
 M, N, K, G = 64, 2112, 7168, 64
 FP8, F32, BF16, I32 = "float8_e4m3fn", "float32", "bfloat16", "int32"
@@ -201,3 +201,48 @@ def test_values_and_scales_that_are_two_inputs_have_one_size():
     )  # fmt: skip
     assert split["d"].shape == (4, s0, 24)
     assert split["sqr_sum"].shape == (4, s0)
+    heads = unify(
+        "fp8_einsum",
+        {
+            "a": SymTensor(FP8, (s0, 8, 4096)), "a_sf": SymTensor(F32, (s1, s2, 32)),
+            "b": SymTensor(FP8, (8, 1024, 4096)), "b_sf": SymTensor(F32, (8, 8, 32)),
+            "d": SymTensor(BF16, (s3, 8, 1024)),
+        },
+        {"expr": "bhr,hdr->bhd"},
+    )  # fmt: skip
+    assert heads["a_sf"].shape == (s0, 8, 32)
+    assert heads["d"].shape == (s0, 8, 1024)
+    logits = unify(
+        "fp8_paged_mqa_logits",
+        {
+            "q": SymTensor(FP8, (s0, 2, 64, 128)), "kv_cache": SymTensor("uint8", (s1, 64, 1, 132)),
+            "weights": SymTensor(F32, (s2, 64)), "context_lens": SymTensor("int32", (s3,)),
+            "block_table": SymTensor("int32", (s3, 16)),
+        },
+        {},
+    )  # fmt: skip
+    assert logits["weights"].shape == (2 * s0, 64)
+    assert logits["context_lens"].shape == logits["block_table"].shape[:1] == (s0,)
+
+
+def test_logits_of_any_size_are_asked_once():
+    from fxwarm.families.deep_gemm.sweep import make_sweep
+
+    def tensor(dtype: str, *dims: Dim) -> TensorSpec:
+        return TensorSpec(dtype, dims)
+
+    rows, keys = Dim("s0", 2, 8192), Dim("s1", 2, 1 << 20)
+    heads, dim = Dim.static(32), Dim.static(64)
+    call = KernelCall(
+        "deep_gemm",
+        "fp8_mqa_logits",
+        (
+            ("q", tensor(FP8, rows, heads, dim)), ("kv", tensor(FP8, keys, dim)), ("kv_sf", tensor(F32, keys)),
+            ("weights", tensor(F32, rows, heads)), ("cu_seq_len_k_start", tensor("int32", rows)),
+            ("cu_seq_len_k_end", tensor("int32", rows)),
+        ),
+        symbols=(Symbol("s0", 2, 8192), Symbol("s1", 2, 1 << 20)),
+    )  # fmt: skip
+    made = make_sweep(call)
+    assert len(made.points) == 1
+    assert made.witness(0)["kv"].dims[0].expr == "2"
