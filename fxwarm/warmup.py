@@ -24,7 +24,7 @@ from fxwarm.builds import Beside, Stream, each, jobs
 from fxwarm.family import Bind, KernelFamily, by_family, load_families, not_installed
 from fxwarm.family import builds as family_builds
 from fxwarm.options import Options, resolve
-from fxwarm.planner import every_size, make_plan, runs_on
+from fxwarm.planner import OnModelled, OnPlanned, every_size, make_plan, runs_on
 from fxwarm.progress import Progress
 from fxwarm.ranks import dealing
 from fxwarm.records import (
@@ -259,23 +259,41 @@ class Warmup:
         is_cuda = self.device is not None and self.device.type == "cuda"
         return torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext()
 
+    def make_plan(
+        self,
+        on_planned: OnPlanned | None = None,
+        on_modelled: OnModelled | None = None,
+    ) -> WarmPlan:
+        """Return the plan of an earlier start whose receipt holds, else a new one; with what was learned since.
+
+        ``on_planned`` and ``on_modelled`` hear of kernels as ``planner.make_plan`` names them.
+        """
+        assert self.target is not None
+        plan = receipts.stored_plan(self)
+        self.is_stored = plan is not None and plan is not self.offered
+        if plan is None:
+            plan = make_plan(
+                self.shapes,
+                self.target,
+                self.libraries,
+                ask=True,
+                max_keys=self.options.max_keys,
+                graph_key=self.graph_key,
+                on_planned=on_planned,
+                on_modelled=on_modelled,
+            )
+        return receipts.with_learned(plan, self.options)
+
     def _plan_and_build(self) -> None:
         begin = time.perf_counter()
         assert self.target is not None
-        given = self.plan is not None
         if self.plan is None:
-            self.plan = receipts.stored_plan(self)
-            self.is_stored = self.plan is not None and self.plan is not self.offered
-        if self.plan is None:
-            self._plan_while_building(self.target)
-        assert self.plan is not None
-        if not given:
-            self.plan = receipts.with_learned(self.plan, self.options)
+            self.plan = self._plan_while_building(self.target)
         self._build(self.plan)
         self._build_seconds = time.perf_counter() - begin
 
-    def _plan_while_building(self, target: Target) -> None:
-        """Make a plan; what is named is built while more is asked for."""
+    def _plan_while_building(self, target: Target) -> WarmPlan:
+        """Return a plan; what is named is built while more is asked for."""
         streams: dict[str, Stream] = {}
         with (
             contextlib.ExitStack() as ends
@@ -294,16 +312,7 @@ class Warmup:
                 if self._is_proven(family):
                     ends.callback(Beside(lambda: self._build_family(family, group)).join)
 
-            self.plan = make_plan(
-                self.shapes,
-                target,
-                self.libraries,
-                ask=True,
-                max_keys=self.options.max_keys,
-                graph_key=self.graph_key,
-                on_planned=build_at_once,
-                on_modelled=build_beside,
-            )
+            return self.make_plan(build_at_once, build_beside)
 
     def _build(self, plan: WarmPlan) -> None:
         """Build what was not built while the plan was made, the families side by side."""

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fxwarm import exc, options, receipts, warmup
+from fxwarm import exc, options, warmup
 from fxwarm.family import KernelFamily
-from fxwarm.planner import make_plan
 from fxwarm.ranks.building import build, fit, state_facts
 from fxwarm.ranks.dealing import Item, Outcome, name_folder
 from fxwarm.ranks.meeting import Meeting
 from fxwarm.ranks.party import Party, on
 from fxwarm.ranks.tactics import tune
-from fxwarm.records import Built, Library, Target, WarmPlan, WarmReport, digest
+from fxwarm.records import Built, Library, Target, WarmReport, digest
 from passes.records import Gap
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _plan(party: Party, one: Warmup) -> None:
         one.wait()
         if one.plan is None and one._thread is None:
             with options.use(one.options), on(one.device):
-                one.plan = _make_plan(one)
+                one.plan = one.make_plan()
         _take_stock(party, one)
     except Exception as error:  # data: the others must not wait for a rank that cannot plan
         log.exception("fxwarm: planning failed")
@@ -185,23 +184,6 @@ def _folder_of(family: KernelFamily, target: Target) -> Path | None:
     """Return the folder of the family's disk cache, where the family says."""
     folder = getattr(family, "folder", None)
     return Path(folder(target)) if folder is not None else None
-
-
-def _make_plan(one: Warmup) -> WarmPlan:
-    """Return the plan of ``one`` as its own start would make it."""
-    assert one.target is not None
-    plan = receipts.stored_plan(one)
-    one.is_stored = plan is not None and plan is not one.offered
-    if plan is None:
-        plan = make_plan(
-            one.shapes,
-            one.target,
-            one.libraries,
-            ask=True,
-            max_keys=one.options.max_keys,
-            graph_key=one.graph_key,
-        )
-    return receipts.with_learned(plan, one.options)
 
 
 def _kind(target: Target, library: Library) -> str:

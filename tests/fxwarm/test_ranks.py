@@ -71,7 +71,6 @@ def widths(keys: int) -> list[int]:
 
 def test_a_rank_plans_what_its_cache_learned_as_a_start_alone_does(fresh):
     from fxwarm import family, options, receipts, warmup
-    from fxwarm.ranks import rank
     from fxwarm.records import Planned, Target
     from tests.fault_child import shapes
     from tests.toy_family import Toy
@@ -80,8 +79,8 @@ def test_a_rank_plans_what_its_cache_learned_as_a_start_alone_does(fresh):
     try:
         one = warmup.Warmup(shapes((3,)), options.resolve(), target=Target.named("cpu"))
         learned = Planned(CompileKey("toy", "scale", ("9", "other")))
-        receipts.learn(rank._make_plan(one), [learned], one.options)
-        assert learned.key in rank._make_plan(one).keys
+        receipts.learn(one.make_plan(), [learned], one.options)
+        assert learned.key in one.make_plan().keys
     finally:
         family.unregister("toy")
 
