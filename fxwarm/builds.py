@@ -1,78 +1,173 @@
-"""Builds: beside the asking and beside other families, one failure at a time, as many at once as there is room for."""
+"""Builds of one warmup: beside the asking, the families side by side, one failure at a time, and given up at a limit."""
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
+import functools
 import logging
 import os
-import queue
-import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from fxwarm import exc
-from fxwarm.family import KernelFamily, builds
+from fxwarm.beside import Beside, Stream
+from fxwarm.family import KernelFamily, load_families
+from fxwarm.family import builds as family_builds
 from fxwarm.options import Options
-from fxwarm.records import Built, CompileKey, Loaded, Planned, Target
+from fxwarm.planner import OnModelled, OnPlanned
+from fxwarm.progress import Progress
+from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, WarmPlan
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", Built, Loaded)
 
 
-class Beside:
-    """Work in a thread of its own, under the options of the warmup that begins it."""
+class Builds:
+    """What one warmup builds, and what it found built."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.target: Target | None = None
+        self.device: torch.device | None = None
+        self.built: list[Built] = []
+        self.found: list[CompileKey] = []
+        self.seconds = 0.0
+        self.gave_up = False
+        self.pending: set[CompileKey] = set()
+        """What is being built, or waits for a slot."""
+        self.moved = 0.0
+        """When a build last began or ended."""
+        _alive.add(self)
 
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what makes the device the current one of this thread."""
+        is_cuda = self.device is not None and self.device.type == "cuda"
+        return torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext()
 
-        # The options are a context variable, which a thread does not inherit.
-        inherit = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=inherit, args=(run,), name="fxwarm-beside", daemon=True
-        )
-        self._thread.start()
+    def is_proven(self, family: KernelFamily) -> bool:
+        """Whether the family was seen to work on this architecture; else one key is tried before the rest."""
+        assert self.target is not None
+        return self.target.arch in getattr(family, "archs", (self.target.arch,))
 
-    def join(self) -> None:
-        """Wait for the end. Raises what the work raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+    def while_planning(self, plan: Callable[[OnPlanned, OnModelled], WarmPlan]) -> WarmPlan:
+        """Return what ``plan`` makes; what it names is built while it asks for more."""
+        assert self.target is not None
+        target, streams = self.target, dict[str, Stream]()
+        # each build is waited for, whatever another one raises
+        with contextlib.ExitStack() as ends:
+
+            def build_at_once(family: KernelFamily, planned: Planned) -> None:
+                if not (hasattr(family, "build") and self.is_proven(family)):
+                    return
+                if family.name not in streams:
+                    stream = Stream(family, target, self.run, self.found.append)
+                    streams[family.name] = stream
+                    ends.callback(stream.close)
+                streams[family.name].put(planned)
+
+            def build_beside(family: KernelFamily, group: Sequence[Planned]) -> None:
+                if self.is_proven(family):
+                    ends.callback(Beside(lambda: self._build_missing(family, group)).join)
+
+            return plan(build_at_once, build_beside)
+
+    def rest(self, groups: Iterable[tuple[KernelFamily, list[Planned], Library]]) -> None:
+        """Build what was not built while the plan was made, the families side by side."""
+        tried = {b.key for b in self.built} | set(self.found)
+        with contextlib.ExitStack() as ends:
+            for family, group, _ in groups:
+                left = [p for p in group if p.key not in tried]
+                ends.callback(Beside(functools.partial(self._build_missing, family, left)).join)
+
+    def run(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
+        """Let ``family`` build ``planned``; note each as it ends."""
+        begun: set[CompileKey] = set()
+        try:
+            with Progress(f"building {family.name}", total) as progress:
+                for built in each(
+                    lambda rest: family.build(rest, self.target, jobs(self.options)),  # type: ignore[attr-defined]
+                    self._note(planned, begun),
+                    Built,
+                ):
+                    if self.gave_up:
+                        return
+                    self.pending.discard(built.key)
+                    self.moved = time.monotonic()
+                    self.built.append(built)
+                    progress.step(str(built.key), built.seconds, built.error)
+        finally:  # what an error cut off is not waited for
+            self.pending -= begun
+
+    def give_up_if_stuck(self) -> None:
+        """Go on without the compiles that outlasted their limit: a family should end them, and this one did not.
+
+        Warmups share the slots of the process: these may wait for what another one builds.
+        """
+        limit = 1.25 * self.options.build_timeout + 1
+        stuck = set(self.pending)
+        if not stuck or time.monotonic() - self.moved <= limit:
+            return
+        busy = [b for b in list(_alive) if b.pending and not b.gave_up]
+        keys = {key for b in busy for key in set(b.pending)}
+        limit = max(limit, *(1.25 * _patience(key, self.options) for key in keys))
+        if time.monotonic() - max(b.moved for b in (self, *busy)) > limit:
+            self.gave_up = True
+            reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
+            self.built += [Built(key, limit, error=reason) for key in stuck]
+            log.error(
+                "fxwarm: going on without %d kernels, first %s: %s",
+                len(stuck),
+                next(iter(stuck)),
+                reason,
+            )
+
+    def _build_missing(self, family: KernelFamily, planned: Sequence[Planned]) -> None:
+        assert self.target is not None
+        with self.on_device():
+            missing = family.missing(planned, self.target)
+            lacking = {p.key for p in missing}
+            self.found += [p.key for p in planned if p.key not in lacking]
+            missing = family_builds(family, missing)
+            if missing:
+                if not self.is_proven(family):
+                    # Never seen here: the first key shows whether the rest is worth its time.
+                    missing = missing[:1]
+                self.run(family, missing, len(missing))
+
+    def _note(self, planned: Iterable[Planned], begun: set[CompileKey]) -> Iterable[Planned]:
+        """Keep in mind that these are being built from now, in ``begun`` as well."""
+
+        def note(p: Planned) -> Planned:
+            begun.add(p.key)
+            self.moved = time.monotonic()
+            self.pending.add(p.key)
+            return p
+
+        if isinstance(planned, Sequence):
+            return [note(p) for p in planned]
+
+        def one_by_one() -> Iterator[Planned]:
+            for p in planned:
+                yield note(p)
+
+        return one_by_one()
 
 
-class Stream:
-    """Builds the kernels of one family while its library is still being asked for more."""
+_alive: weakref.WeakSet[Builds] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        family: KernelFamily,
-        target: Target,
-        build: Callable[[KernelFamily, Iterable[Planned], int], None],
-        found: Callable[[CompileKey], None],
-    ) -> None:
-        """``build`` builds what an iterator gives until it ends; ``found`` hears of what the cache holds already."""
-        self.family, self.target, self._found = family, target, found
-        self._queue: queue.SimpleQueue[Planned | None] = queue.SimpleQueue()
-        self._beside = Beside(lambda: build(family, iter(self._queue.get, None), 0))
 
-    def put(self, planned: Planned) -> None:
-        """Build ``planned``, unless it is there."""
-        if self.family.missing([planned], self.target):
-            for wanted in builds(self.family, [planned]):
-                self._queue.put(wanted)
-        else:
-            self._found(planned.key)
+def _after_fork() -> None:
+    """What a parent builds is not built in its fork."""
+    for one in list(_alive):
+        one.pending.clear()
 
-    def close(self) -> None:
-        """Say that nothing more comes, and wait for the builds. Raises what they raised."""
-        self._queue.put(None)
-        self._beside.join()
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def jobs(options: Options) -> int:
@@ -107,3 +202,9 @@ def each(
                 raise
             log.debug("fxwarm: %s", rest[0].key, exc_info=True)
             yield failed(rest.pop(0).key, error=f"{type(error).__name__}: {error}")
+
+
+def _patience(key: CompileKey, options: Options) -> float:
+    """Return the seconds that a build may take where its family knows better than the option."""
+    asked = getattr(load_families().get(key.family), "patience", None)
+    return float(asked(key, jobs(options))) if asked is not None else 0.0

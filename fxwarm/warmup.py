@@ -8,24 +8,22 @@ and device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxwarm import captures, exc, options, receipts
-from fxwarm.builds import Beside, Stream, each, jobs
+from fxwarm.builds import Builds, each
 from fxwarm.family import Bind, KernelFamily, by_family, load_families, not_installed
 from fxwarm.family import builds as family_builds
 from fxwarm.options import Options, resolve
 from fxwarm.planner import OnModelled, OnPlanned, every_size, make_plan, runs_on
-from fxwarm.progress import Progress
 from fxwarm.ranks import dealing
 from fxwarm.records import (
     Built,
@@ -66,7 +64,6 @@ def _after_fork() -> None:
     _at_work.clear()
     for warmup in list(_alive):
         warmup._lock = threading.RLock()
-        warmup._pending.clear()
 
 
 _alive: weakref.WeakSet[Warmup] = weakref.WeakSet()
@@ -99,20 +96,15 @@ class Warmup:
         self.plan, self.offered = plan, offered
         self.libraries: Mapping[str, str] = {}
         self.report: WarmReport | None = None
-        self._built: list[Built] = []
-        self._found: list[CompileKey] = []
+        self._builds = Builds(options)
+        self._builds.target, self._builds.device = target, device
         self._absent: dict[str, str] = {}
-        self._build_seconds = 0.0
         self._error: BaseException | None = None
         self.is_stored = False
         """Whether the plan is that of an earlier start, by its receipt."""
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
-        self._prepared = self._gave_up = False
-        self._pending: set[CompileKey] = set()
-        """What is being built, or waits for a slot."""
-        self._moved = 0.0
-        """When a build last began or ended."""
+        self._prepared = False
         _alive.add(self)
 
     @property
@@ -126,6 +118,7 @@ class Warmup:
             self.device = device_of(args)
         if self.target is None:
             self.target = Target.current(self.device)
+        self._builds.target, self._builds.device = self.target, self.device
 
     def start(self, graph_key: str = "") -> None:
         """Begin to plan and build in the background. A second call does nothing."""
@@ -152,20 +145,20 @@ class Warmup:
                 self.start()
                 self._import_libraries()
                 self.wait()
-                if not self._prepared and self._error is None and not self._gave_up:
+                if not self._prepared and self._error is None and not self._builds.gave_up:
                     self._prepare()  # its thread was left behind in the parent of this process
                 if self._error is not None and not isinstance(self._error, Exception):
                     raise self._error
                 self.report = self._make_warm(bind, begin)
                 _say(self.report)
         if self.options.strict and self.report.status == "partial":
-            raise exc.IncompleteError(_why_partial(self.report))
+            raise exc.IncompleteError(why_partial(self.report))
         return self.report
 
     @property
     def built(self) -> tuple[Built, ...]:
         """What was built so far, in the background or by others."""
-        return tuple(self._built)
+        return tuple(self._builds.built)
 
     def groups(self) -> Iterator[tuple[KernelFamily, list[Planned], Library]]:
         """Yield what the plan has of each family that is installed here; note the others for the report."""
@@ -187,8 +180,8 @@ class Warmup:
     ) -> None:
         """Take what was built for this warmup elsewhere, in ``seconds``: ``finish`` then only tunes and loads."""
         with self._lock:
-            self.plan, self._built, self._found = plan, [*built], [*found]
-            self._build_seconds += seconds
+            self.plan, self._builds.built, self._builds.found = plan, [*built], [*found]
+            self._builds.seconds += seconds
             self._prepared = True
             if self._thread is None:
                 self._thread = threading.Thread(name="fxwarm-adopted")  # never runs
@@ -196,9 +189,9 @@ class Warmup:
     def wait(self) -> None:
         """Wait until what ``start`` began is done."""
         thread = self._thread
-        while thread is not None and thread.is_alive() and not self._gave_up:
+        while thread is not None and thread.is_alive() and not self._builds.gave_up:
             thread.join(0.2)  # in slices, so that Ctrl-C arrives
-            self._give_up_if_stuck()
+            self._builds.give_up_if_stuck()
 
     def _import_libraries(self) -> None:
         """Import what the load will need while the builds run; this is the thread that would do it after them."""
@@ -210,33 +203,10 @@ class Warmup:
                 with contextlib.suppress(Exception):  # the load says it
                     imports()
 
-    def _give_up_if_stuck(self) -> None:
-        """Go on without the compiles that outlasted their limit: a family should end them, and this one did not.
-
-        Warmups share the slots of the process: these may wait for what another one builds.
-        """
-        limit = 1.25 * self.options.build_timeout + 1
-        stuck = set(self._pending)
-        if not stuck or time.monotonic() - self._moved <= limit:
-            return
-        busy = [w for w in list(_alive) if w._pending and not w._gave_up]
-        keys = {key for w in busy for key in set(w._pending)}
-        limit = max(limit, *(1.25 * _patience(key, self.options) for key in keys))
-        if time.monotonic() - max(w._moved for w in (self, *busy)) > limit:
-            self._gave_up = True
-            reason = f"no compile ended for {limit:.0f} s; raise fxwarm.build_timeout ({self.options.build_timeout:g} s)"
-            self._built += [Built(key, limit, error=reason) for key in stuck]
-            log.error(
-                "fxwarm: going on without %d kernels, first %s: %s",
-                len(stuck),
-                next(iter(stuck)),
-                reason,
-            )
-
     def _prepare(self) -> None:
         try:
             captures.wait()
-            with self._working(), self._on_device():
+            with self._working(), self._builds.on_device():
                 self._plan_and_build()
         except BaseException as error:
             log.debug("fxwarm: warmup failed while building", exc_info=True)
@@ -253,11 +223,6 @@ class Warmup:
                 yield
         finally:
             _at_work.discard(token)
-
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what makes the device the current one of this thread."""
-        is_cuda = self.device is not None and self.device.type == "cuda"
-        return torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext()
 
     def make_plan(
         self,
@@ -288,93 +253,9 @@ class Warmup:
         begin = time.perf_counter()
         assert self.target is not None
         if self.plan is None:
-            self.plan = self._plan_while_building(self.target)
-        self._build(self.plan)
-        self._build_seconds = time.perf_counter() - begin
-
-    def _plan_while_building(self, target: Target) -> WarmPlan:
-        """Return a plan; what is named is built while more is asked for."""
-        streams: dict[str, Stream] = {}
-        with (
-            contextlib.ExitStack() as ends
-        ):  # each build is waited for, whatever another one raises
-
-            def build_at_once(family: KernelFamily, planned: Planned) -> None:
-                if not (hasattr(family, "build") and self._is_proven(family)):
-                    return
-                if family.name not in streams:
-                    stream = Stream(family, target, self._run_build, self._found.append)
-                    streams[family.name] = stream
-                    ends.callback(stream.close)
-                streams[family.name].put(planned)
-
-            def build_beside(family: KernelFamily, group: Sequence[Planned]) -> None:
-                if self._is_proven(family):
-                    ends.callback(Beside(lambda: self._build_family(family, group)).join)
-
-            return self.make_plan(build_at_once, build_beside)
-
-    def _build(self, plan: WarmPlan) -> None:
-        """Build what was not built while the plan was made, the families side by side."""
-        tried = {b.key for b in self._built} | set(self._found)
-        with contextlib.ExitStack() as ends:
-            for family, group, _ in self.groups():
-                rest = [p for p in group if p.key not in tried]
-                ends.callback(Beside(functools.partial(self._build_family, family, rest)).join)
-
-    def _build_family(self, family: KernelFamily, planned: Sequence[Planned]) -> None:
-        assert self.target is not None
-        with self._on_device():
-            missing = family.missing(planned, self.target)
-            lacking = {p.key for p in missing}
-            self._found += [p.key for p in planned if p.key not in lacking]
-            missing = family_builds(family, missing)
-            if missing:
-                if not self._is_proven(family):
-                    # Never seen here: the first key shows whether the rest is worth its time.
-                    missing = missing[:1]
-                self._run_build(family, missing, len(missing))
-
-    def _is_proven(self, family: KernelFamily) -> bool:
-        """Whether the family was seen to work on this architecture; else one key is tried before the rest."""
-        assert self.target is not None
-        return self.target.arch in getattr(family, "archs", (self.target.arch,))
-
-    def _run_build(self, family: KernelFamily, planned: Iterable[Planned], total: int) -> None:
-        begun: set[CompileKey] = set()
-        try:
-            with Progress(f"building {family.name}", total) as progress:
-                for built in each(
-                    lambda rest: family.build(rest, self.target, jobs(self.options)),  # type: ignore[attr-defined]
-                    self._note(planned, begun),
-                    Built,
-                ):
-                    if self._gave_up:
-                        return
-                    self._pending.discard(built.key)
-                    self._moved = time.monotonic()
-                    self._built.append(built)
-                    progress.step(str(built.key), built.seconds, built.error)
-        finally:  # what an error cut off is not waited for
-            self._pending -= begun
-
-    def _note(self, planned: Iterable[Planned], begun: set[CompileKey]) -> Iterable[Planned]:
-        """Keep in mind that these are being built from now, in ``begun`` as well."""
-
-        def note(p: Planned) -> Planned:
-            begun.add(p.key)
-            self._moved = time.monotonic()
-            self._pending.add(p.key)
-            return p
-
-        if isinstance(planned, Sequence):
-            return [note(p) for p in planned]
-
-        def one_by_one() -> Iterator[Planned]:
-            for p in planned:
-                yield note(p)
-
-        return one_by_one()
+            self.plan = self._builds.while_planning(self.make_plan)
+        self._builds.rest(self.groups())
+        self._builds.seconds = time.perf_counter() - begin
 
     def _make_warm(self, bind: Bind, begin: float) -> WarmReport:
         assert self.target is not None
@@ -388,7 +269,7 @@ class Warmup:
         if self._error is not None:
             gaps.append(Gap("warmup", f"{type(self._error).__name__}: {self._error}"))
         with self._working(), _load_lock, quiet(self.device), memory(self.device) as used:
-            failed = {b.key for b in self._built if b.error}
+            failed = {b.key for b in self._builds.built if b.error}
             for family, group in by_family(plan.planned):
                 if family.name in self._absent:
                     continue
@@ -418,8 +299,8 @@ class Warmup:
             plan_key=receipts.warm_key(plan),
             target=self.target,
             libraries=plan.libraries,
-            built=tuple(self._built),
-            found=tuple(self._found),
+            built=tuple(self._builds.built),
+            found=tuple(self._builds.found),
             loaded=tuple(loaded),
             tuned=tuple(tuned),
             gaps=tuple(dict.fromkeys([*plan.gaps, *gaps])),
@@ -428,7 +309,7 @@ class Warmup:
             notes=tuple(filter(None, (*plan.notes, not_installed(plan)))),
             specialized=plan.shapes.specialized,
             seconds=time.perf_counter() - begin,
-            build_seconds=self._build_seconds,
+            build_seconds=self._builds.seconds,
             peak_bytes=used["peak"],
             kept_bytes=used["kept"],
         )
@@ -437,7 +318,7 @@ class Warmup:
     def _load(self, family: KernelFamily, wanted: Sequence[Planned], bind: Bind) -> list[Loaded]:
         assert self.target is not None
         out: list[Loaded] = []
-        canary = not self._is_proven(family)
+        canary = not self._builds.is_proven(family)
         for group in [wanted[:1], wanted[1:]] if canary else [wanted]:
             for item in each(lambda rest: family.load(rest, self.target, bind), group, Loaded):  # type: ignore[arg-type]
                 out.append(item)
@@ -453,14 +334,8 @@ class Warmup:
                 )
             rest = family_builds(family, family.missing(wanted[1:], self.target))
             if rest:
-                self._run_build(family, rest, len(rest))
+                self._builds.run(family, rest, len(rest))
         return out
-
-
-def _patience(key: CompileKey, options: Options) -> float:
-    """Return the seconds that a build may take where its family knows better than the option."""
-    asked = getattr(load_families().get(key.family), "patience", None)
-    return float(asked(key, jobs(options))) if asked is not None else 0.0
 
 
 def switched_off(options: Options, device: torch.device) -> Warmup:
@@ -504,11 +379,11 @@ def _say(report: WarmReport) -> None:
         len(report.failed),
         len(report.gaps),
         report.seconds,
-        "; " + _why_partial(report) if report.status == "partial" else "",
+        "; " + why_partial(report) if report.status == "partial" else "",
     )
 
 
-def _why_partial(report: WarmReport) -> str:
+def why_partial(report: WarmReport) -> str:
     reasons = [f"{type(x).__name__.lower()} {x.key}: {x.error}" for x in report.failed]
     reasons += [str(gap) for gap in report.gaps]
     reasons += list(report.absent)

@@ -162,7 +162,7 @@ def _close(party: Party, errors: Iterable[Exception | None]) -> list[WarmReport]
             raise error
     for report, callable_ in zip(out, party.callables, strict=False):
         if callable_.warmup.options.strict and report.status == "partial":
-            raise exc.IncompleteError(warmup._why_partial(report))
+            raise exc.IncompleteError(warmup.why_partial(report))
     return out
 
 

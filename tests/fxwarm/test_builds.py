@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fxwarm import exc, family, options, planner, warmup
-from fxwarm.builds import Beside
+from fxwarm.beside import Beside
 from fxwarm.records import Built, CompileKey, Library, Loaded, Planned, Target, WarmPlan
 from passes.records import KernelCall, ShapeSet, Site
 
@@ -130,14 +130,14 @@ def test_who_waits_for_the_slots_of_another_graph_is_not_given_up_while_that_bui
     registered(Slow("waiting", opened), Slow("building", held))
     one = make_warmup("waiting", build_timeout=0.1)
     other = make_warmup("building", build_timeout=300)
-    while not (one._pending and other._pending):
+    while not (one._builds.pending and other._builds.pending):
         time.sleep(0.01)
-    one._moved -= 10
-    one._give_up_if_stuck()
-    assert not one._gave_up
-    other._moved -= 10
-    one._give_up_if_stuck()
-    assert one._gave_up
+    one._builds.moved -= 10
+    one._builds.give_up_if_stuck()
+    assert not one._builds.gave_up
+    other._builds.moved -= 10
+    one._builds.give_up_if_stuck()
+    assert one._builds.gave_up
     opened.set()
     held.set()
     other.wait()
@@ -147,7 +147,7 @@ def test_what_an_error_cut_off_is_not_waited_for(registered):
     registered(Failing("failing", threading.Event()))
     one = make_warmup("failing")
     one.wait()
-    assert not one._pending
+    assert not one._builds.pending
 
 
 def test_what_a_thread_raises_is_raised_where_it_is_joined():

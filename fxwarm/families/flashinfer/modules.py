@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fxwarm import exc, slots
-from fxwarm.builds import Beside
+from fxwarm.beside import Beside
 from fxwarm.families.flashinfer import upstream
 from fxwarm.families.flashinfer.keys import MODULE
 from fxwarm.families.flashinfer.library import nvcc
