@@ -31,6 +31,8 @@ Hook = Callable[[], None]
 _open: set[int] = set()
 """Threads in which a capture is open."""
 _changed = threading.Condition()
+_order = threading.RLock()
+"""Held while hooks run, so that the end of one capture does not undo the beginning of the next."""
 _hooks: list[tuple[Hook, Hook]] = []
 _gates: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
 
@@ -117,8 +119,8 @@ def install() -> None:
 
 def _after_fork() -> None:
     """The captures are the parent's, and so is the thread that may hold the lock."""
-    global _changed
-    _changed = threading.Condition()
+    global _changed, _order
+    _changed, _order = threading.Condition(), threading.RLock()
     _open.clear()
 
 
@@ -131,15 +133,17 @@ def _enter() -> None:
         if not _open:
             for gate in _gates:
                 stack.enter_context(gate())
+        stack.enter_context(_order)
         _open.add(me)
-    for on_begin, _ in list(_hooks):
-        on_begin()
+        for on_begin, _ in list(_hooks):
+            on_begin()
 
 
 def _leave() -> None:
-    with _changed:
-        _open.discard(threading.get_ident())
-        _changed.notify_all()
-    if not _open:
-        for _, on_end in list(_hooks):
-            on_end()
+    with _order:
+        with _changed:
+            _open.discard(threading.get_ident())
+            _changed.notify_all()
+        if not _open:
+            for _, on_end in list(_hooks):
+                on_end()

@@ -126,6 +126,26 @@ def test_a_capture_begins_after_a_load_in_another_thread_has_ended():
     assert began
 
 
+def test_the_end_of_one_capture_does_not_undo_the_beginning_of_the_next():
+    said: list[str] = []
+    ending, go = threading.Event(), threading.Event()
+
+    def on_end():
+        ending.set()
+        go.wait(0.5)
+        said.append("end")
+
+    stop = captures.listen(lambda: said.append("begin"), on_end)
+    first, second = Graph(), Graph()
+    first.capture_begin()
+    one = threading.Thread(target=lambda: (ending.wait(10), second.capture_begin(), go.set()))
+    one.start()
+    first.capture_end()
+    one.join(30)
+    stop()
+    assert said == ["begin", "end", "begin"]
+
+
 def test_a_capture_that_never_ends_is_given_up_and_said(monkeypatch, caplog):
     monkeypatch.setattr(captures, "LONGEST", 0.3)
     monkeypatch.setattr(captures, "SAY_AFTER", 0.1)
