@@ -49,3 +49,16 @@ def fresh(tmp_path, monkeypatch):
     torch._dynamo.reset()
     yield tmp_path
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def toy(fresh):
+    """The toy family in private caches, and nothing of it warm."""
+    from fxwarm import family
+    from tests.cold import forget
+    from tests.toy_family import Toy
+
+    family.register(Toy)
+    forget()
+    yield
+    family.unregister("toy")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, family, warmup
 from fxwarm.backend import fxwarm as backend
 from tests import load_models, toy_family
+from tests.cold import forget
 
 _library = torch.library.Library("toy", "FRAGMENT")
 _library.define("halves(Tensor x, Tensor w) -> Tensor")
@@ -24,21 +24,13 @@ def _halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 _library.impl("halves", _halves, "CompositeImplicitAutograd")
 
 
-@pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(toy_family.Toy)
-    end_process()
-    yield
-    family.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def end_process() -> None:
     """What a new process does not have."""
     torch._dynamo.reset()
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    artifacts.pending.clear()
+    forget()
 
 
 def jit() -> list[tuple[str, str]]:

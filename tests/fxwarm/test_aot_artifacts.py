@@ -13,19 +13,17 @@ from torch._dynamo import aot_compile_types
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Reader
 
 import fxwarm
-from fxwarm import aot_artifacts, artifacts, family
+from fxwarm import aot_artifacts, artifacts
 from fxwarm.artifacts import EmbeddedCallable, WarmCallable
 from fxwarm.backend import fxwarm as backend
-from tests import load_models, toy_family
-from tests.fxwarm.test_artifacts import X, end_process, jit
+from tests import load_models
+from tests.cold import forget
+from tests.fxwarm.test_artifacts import X, jit
 
 
 @pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(toy_family.Toy)
-    end_process()
+def heard(toy):
     yield
-    family.unregister("toy")
     aot_artifacts.take_missed()
 
 
@@ -37,7 +35,7 @@ def save(file, name: object = backend, **options: object):
     with torch.no_grad(), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(model, fullgraph=True, backend=name, options=given or None)
         compiled.forward.aot_compile(((x,), {})).save_compiled_function(str(file))
-    end_process()
+    forget()
     return model, file.read_bytes()
 
 
@@ -104,7 +102,7 @@ def test_what_was_loaded_before_fxwarm_is_named_and_warm_all_warms_it(fresh, bef
 def test_a_loaded_artifact_keeps_its_plan_when_it_is_saved_again(fresh):
     model, _ = save(fresh / "function")
     load(fresh / "function").save_compiled_function(str(fresh / "again"))
-    end_process()
+    forget()
     again = load(fresh / "again")
     (warm,) = artifacts.pending
     assert torch.allclose(again(model, X), model(X))

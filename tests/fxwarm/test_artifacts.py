@@ -13,31 +13,20 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, exc, family, options, receipts, warmup
+from fxwarm import artifacts, exc, options, receipts
 from fxwarm.artifacts import Parcel, WarmCallable
 from fxwarm.backend import fxwarm as backend
 from fxwarm.records import Target
 from fxwarm.warmup import Warmup
 from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
 from tests import load_models, toy_family
+from tests.cold import forget
 
 CPU = Target.named("cpu")
 CPU_DEVICE = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(toy_family.Toy)
-    end_process()
-    yield
-    family.unregister("toy")
-
-
-def end_process() -> None:
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    artifacts.pending.clear()
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def shapes(width: int = 8) -> ShapeSet:
@@ -65,7 +54,7 @@ def saved(**given: object) -> bytes:
     )
     warm.make_warm()
     data = warm.pack()
-    end_process()
+    forget()
     return data
 
 
@@ -98,7 +87,7 @@ def test_what_was_learned_since_it_was_saved_reaches_a_model_that_is_loaded():
     toy = toy_family.Toy()
     others = list(toy.keys(shapes(16).calls, CPU, toy.library({})))
     receipts.learn(warm.warmup.plan, others, warm.warmup.options)
-    end_process()
+    forget()
     WarmCallable.unpack(run, data)(X, W)
     assert jit().count("load") == 6
 
@@ -128,7 +117,7 @@ def test_when_a_loaded_function_builds_and_when_it_is_warm(when, begins, warms, 
         chosen = {"fxwarm.when": when}
         compiled = torch.compile(model, fullgraph=True, backend=backend, options=chosen)
         compiled.forward.aot_compile(((x,), {})).save_compiled_function(str(file))
-    end_process()
+    forget()
     shutil.rmtree(toy_family.cache_dir(), ignore_errors=True)
     with file.open("rb") as f:
         loaded = torch.compiler.load_compiled_function(f)
@@ -210,7 +199,7 @@ def test_a_second_model_of_the_same_kernels_loads_nothing_again():
 
 
 def test_what_showed_only_after_dynamo_is_warm_too_and_travels():
-    end_process()
+    forget()
     first, second = (
         WarmCallable(
             run, Warmup(shapes(width), options.resolve(), device=torch.device("cpu"), target=CPU)
@@ -221,7 +210,7 @@ def test_what_showed_only_after_dynamo_is_warm_too_and_travels():
     first(X, W)
     assert jit().count("load") == 6
     data = first.pack()
-    end_process()
+    forget()
     WarmCallable.unpack(run, data)(X, W)
     assert jit() == ["load"] * 6
 

@@ -11,21 +11,12 @@ import torch
 import fxwarm
 import fxwarm.exc
 import fxwarm.ops
-from fxwarm import artifacts, family, warmup
+from fxwarm import artifacts
 from fxwarm.backend import fxwarm as backend
 from tests import toy_family
 from tests.toy_family import Toy
 
-
-@pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(Toy)
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    artifacts.pending.clear()
-    yield
-    family.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 class Model(torch.nn.Module):

@@ -17,24 +17,16 @@ import pytest
 import torch
 
 import fxwarm
-from fxwarm import artifacts, family, graph_key, receipts, warmup
+from fxwarm import artifacts, graph_key, receipts
 from fxwarm.backend import fxwarm as backend
 from fxwarm.records import Library, Target
 from passes.records import Dim, KernelCall, ShapeSet, Site, TensorSpec
-from tests import load_models, toy_family
+from tests import load_models
 
 TORCH = "a" + "b" * 51
 
 
-@pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(toy_family.Toy)
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    artifacts.pending.clear()
-    yield
-    family.unregister("toy")
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def shapes(upper: int = 8192, width: int = 8) -> ShapeSet:

@@ -10,11 +10,10 @@ import torch
 
 import fxwarm
 import fxwarm.ops
-from fxwarm import exc, family, warmup
+from fxwarm import exc
 from fxwarm.ops import _gemm, per_token_cast_to_fp8
 from fxwarm.ops import _library as libraries
 from tests import toy_family
-from tests.toy_family import Toy
 
 EXPERTS, TOPK, HIDDEN, INTER = 4, 2, 256, 128
 
@@ -162,16 +161,6 @@ def test_a_function_is_traced_without_being_compiled():
 
     (call,) = fxwarm.trace(step, torch.randn(5, 128)).calls
     assert bounds(call) == (1, 8192)
-
-
-@pytest.fixture
-def toy(fresh):
-    family.register(Toy)
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    yield
-    family.unregister("toy")
 
 
 @torch.no_grad()

@@ -15,31 +15,19 @@ import msgspec
 import pytest
 import torch
 
-from fxwarm import api, artifacts, family, options, receipts, roots, store, warmup
+from fxwarm import api, options, receipts, roots, store
 from fxwarm.records import CompileKey, Library, Target, Tuned, WarmPlan, WarmReport
 from fxwarm.warmup import Warmup
 from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
 from tests import conftest, toy_family
+from tests.cold import forget
 from tests.toy_family import Toy
 
 CPU = Target.named("cpu")
 CASES = {param.id: param.values[0] for param in conftest.cases("cache")}
 
 
-@pytest.fixture(autouse=True)
-def toy(fresh):
-    family.register(Toy)
-    end_process()
-    yield
-    family.unregister("toy")
-
-
-def end_process() -> None:
-    """What a new process does not have."""
-    toy_family._loaded.clear()
-    toy_family.events.clear()
-    warmup._resident.clear()
-    artifacts.pending.clear()
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def shapes(*calls: tuple[int, int, int]) -> ShapeSet:
@@ -62,7 +50,7 @@ EIGHT = shapes((8, 1, 100), (16, 1, 100), (32, 2, 100))
 
 def start(wanted: ShapeSet = SIX, **given: object) -> WarmReport:
     """Warm in what stands for a fresh process."""
-    end_process()
+    forget()
     return Warmup(wanted, options.resolve(given), device=torch.device("cpu"), target=CPU).finish()
 
 
@@ -113,7 +101,7 @@ def test_a_plan_by_hand_asks_nothing_where_a_receipt_holds(asked, monkeypatch):
     made = api.plan(SIX)
     api.warm(made)
     assert len(asked) == 1 and receipts.knows(SIX, options.resolve({}))
-    end_process()
+    forget()
     assert api.plan(SIX) == made and len(asked) == 1
     assert not receipts.knows(FIVE, options.resolve({}))
     assert len(api.plan(FIVE)) and len(asked) == 2
