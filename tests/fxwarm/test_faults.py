@@ -111,8 +111,9 @@ def test_killed_at_random_moments_a_clean_start_completes(machine, times):
     exits, widths = [], WIDTHS
     for width in range(7, 7 + times):  # each start has something left to build
         widths = (*widths, width)
-        process = machine.start("warm", widths)
-        time.sleep(chance.uniform(0.05, 0.7))
+        # three kernels at 0.3 s each: no machine is done before the kill
+        process = machine.start("warm", widths, env={"TOY_BUILD_SECONDS": "0.3"})
+        time.sleep(chance.uniform(0.05, 0.6))
         process.kill()
         process.join()
         exits.append(process.exitcode)

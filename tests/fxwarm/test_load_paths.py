@@ -81,6 +81,8 @@ def test_what_was_asked_to_warm_itself_anywhere_needs_fxwarm_to_load(path, missi
 
 
 def test_a_stage_that_hangs_is_cut_and_says_where_it_was(tmp_path):
-    cut = load_paths.run_stage("disk", "save", tmp_path, "toy", limit=1.0)
-    assert cut["error"].startswith("cut after 1 s: Timeout (0:00:01)"), cut
-    assert "(most recent call first)" in cut["error"] and "load_stages.py" in cut["error"]
+    hanging = {"TOY_BUILD_SECONDS": "60"}
+    cut = load_paths.run_stage("disk", "save", tmp_path, "toy", limit=8.0, **hanging)
+    assert cut["error"].startswith("cut after 8 s: Timeout (0:00:08)"), cut
+    assert "(most recent call first)" in cut["error"]
+    assert "load_stages.py" in cut["error"]
