@@ -64,12 +64,26 @@ def _call_by_name(
     return call
 
 
+def _define(
+    schema: str,
+    module: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    adapt: Adapt | None = None,
+) -> torch._ops.OpOverload:
+    """Define the op of ``schema`` for the function of its name in ``module``; ``fake`` is told the name first."""
+    name = schema[: schema.index("(")]
+    cuda = _call_by_name(schema, Function(module, name), adapt)
+    return define_op(schema, fake=partial(fake, name), cpu=cpu, cuda=cuda, by_name=True)
+
+
 def _name_activation(module: Any, given: dict[str, Any]) -> None:
     # the tuner's file holds the name of the enum's member, so a bare number would be another key
     given["activation_type"] = module.ActivationType(given["activation_type"])
 
 
-_CUTLASS_FUSED_MOE = (
+cutlass_fused_moe = _define(
     "cutlass_fused_moe(Tensor input, Tensor token_selected_experts, Tensor token_final_scales, "
     "Tensor fc1_expert_weights, Tensor fc2_expert_weights, ScalarType output_dtype, "
     "Tensor[] quant_scales, Tensor? fc1_expert_biases=None, Tensor? fc2_expert_biases=None, "
@@ -80,84 +94,54 @@ _CUTLASS_FUSED_MOE = (
     "bool use_mxfp8_act_scaling=False, bool min_latency_mode=False, bool use_packed_weights=False, "
     "bool use_wfp4afp8_humming=False, int tune_max_num_tokens=8192, bool? enable_pdl=None, "
     "int activation_type=3, bool swizzled_input_sf=True, bool use_fused_finalize=True, "
-    "int[]? profile_ids=None) -> Tensor"
-)
-
-
-cutlass_fused_moe = define_op(
-    _CUTLASS_FUSED_MOE,
-    fake=partial(_moe_checks.check_cutlass, "cutlass_fused_moe"),
+    "int[]? profile_ids=None) -> Tensor",
+    "flashinfer.fused_moe",
+    fake=_moe_checks.check_cutlass,
     cpu=_moe.cutlass,
-    cuda=_call_by_name(
-        _CUTLASS_FUSED_MOE,
-        Function("flashinfer.fused_moe", "cutlass_fused_moe"),
-        adapt=_name_activation,
-    ),
-    by_name=True,
+    adapt=_name_activation,
 )
 """One MoE layer: ``[M, H] -> [M, H]``. ``fc1_expert_weights`` is ``[E, 2I, H]``, the up half first."""
 
-_BMM_FP8 = (
+bmm_fp8 = _define(
     "bmm_fp8(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarType dtype, "
-    'str backend="cublas") -> Tensor'
-)
-bmm_fp8 = define_op(
-    _BMM_FP8,
-    fake=partial(_moe_checks.check_bmm, "bmm_fp8"),
+    'str backend="cublas") -> Tensor',
+    "flashinfer",
+    fake=_moe_checks.check_bmm,
     cpu=_moe.bmm,
-    cuda=_call_by_name(_BMM_FP8, Function("flashinfer", "bmm_fp8")),
-    by_name=True,
 )
 """``[b, M, K] @ [b, K, N] -> [b, M, N]`` with one scale a tensor; ``B`` is column-major on CUDA."""
 
-_FP8_BLOCKSCALE_GEMM_SM90 = (
+fp8_blockscale_gemm_sm90 = _define(
     "fp8_blockscale_gemm_sm90(Tensor input, Tensor weight, Tensor? input_scale=None, "
-    "Tensor? weight_scale=None, ScalarType? out_dtype=None) -> Tensor"
-)
-fp8_blockscale_gemm_sm90 = define_op(
-    _FP8_BLOCKSCALE_GEMM_SM90,
-    fake=partial(_moe_checks.check_block_scale, "fp8_blockscale_gemm_sm90"),
+    "Tensor? weight_scale=None, ScalarType? out_dtype=None) -> Tensor",
+    "flashinfer.gemm",
+    fake=_moe_checks.check_block_scale,
     cpu=_moe.block_scale,
-    cuda=_call_by_name(
-        _FP8_BLOCKSCALE_GEMM_SM90, Function("flashinfer.gemm", "fp8_blockscale_gemm_sm90")
-    ),
-    by_name=True,
 )
 """``[M, K] @ [N, K].T -> [M, N]`` in DeepSeek's blocks; its kernels are compiled by nvcc at call time. SM90."""
 
-_MONO_MOE = (
+mono_moe = _define(
     "mono_moe(Tensor activations_in, Tensor router_logits, Tensor expert_weights_up, "
     "Tensor expert_scales_up, Tensor expert_weights_down, Tensor expert_scales_down, int top_k, "
-    'str scoring_func="softmax", bool renormalize=True, bool interleave_up=True) -> Tensor'
-)
-mono_moe = define_op(
-    _MONO_MOE,
-    fake=partial(_moe_checks.check_mono, "mono_moe"),
+    'str scoring_func="softmax", bool renormalize=True, bool interleave_up=True) -> Tensor',
+    "flashinfer.fused_moe",
+    fake=_moe_checks.check_mono,
     cpu=_moe.mono,
-    cuda=_call_by_name(_MONO_MOE, Function("flashinfer.fused_moe", "mono_moe")),
-    by_name=True,
 )
 """Routing and MoE in one kernel, ``[M, K] -> [M, K]``. Here the gate half of the up weights comes first.
 
 On CUDA: SM90, M <= 8, and E, N, K = 256, 512, 2048 (0.6.18.post1), which the library asserts, not the fake.
 """
 
-_TRTLLM_FP8_BLOCK_SCALE_MOE = (
+trtllm_fp8_block_scale_moe = _define(
     "trtllm_fp8_block_scale_moe(Tensor routing_logits, Tensor? routing_bias, Tensor hidden_states, "
     f"Tensor hidden_states_scale, {_MOE_WEIGHTS}, int num_experts, int top_k, int? n_group, "
     "int? topk_group, int intermediate_size, int local_expert_offset, int local_num_experts, "
     "float? routed_scaling_factor, int routing_method_type=0, bool use_shuffled_weight=False, "
     "int weight_layout=0, bool? enable_pdl=None, int tune_max_num_tokens=8192, "
-    "int activation_type=3, bool norm_topk_prob=True) -> Tensor"
-)
-trtllm_fp8_block_scale_moe = define_op(
-    _TRTLLM_FP8_BLOCK_SCALE_MOE,
-    fake=partial(_moe_checks.check_trtllm, "trtllm_fp8_block_scale_moe"),
+    "int activation_type=3, bool norm_topk_prob=True) -> Tensor",
+    "flashinfer.fused_moe",
+    fake=_moe_checks.check_trtllm,
     cpu=_moe.trtllm,
-    cuda=_call_by_name(
-        _TRTLLM_FP8_BLOCK_SCALE_MOE,
-        Function("flashinfer.fused_moe", "trtllm_fp8_block_scale_moe"),
-    ),
-    by_name=True,
 )
 """SM100: routing and MoE with DeepSeek's FP8 blocks, finalized, ``[M, H] -> bfloat16[M, H]``. No CPU side."""

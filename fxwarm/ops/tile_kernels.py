@@ -46,6 +46,18 @@ def _call(name: str) -> Callable[..., Any]:
     return call
 
 
+def _define(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
+    """Define the op of ``schema``; on CUDA it is the library's function of the same name."""
+    cuda = cuda or _call(schema[: schema.index("(")])
+    return define_op(schema, fake=fake, cpu=cpu, cuda=cuda, by_name=True)
+
+
 def _streams(op: str, residual: Tensor, fn: Tensor | None = None) -> tuple[Any, Any]:
     """Check ``residual[..., m, H]``; return m and H: from fn ``[m*(2+m), m*H]`` where there is one, as numbers."""
     if residual.dim() < 3:
@@ -83,14 +95,12 @@ def _big_fuse(
     )
 
 
-mhc_pre_big_fuse = define_op(
+mhc_pre_big_fuse = _define(
     "mhc_pre_big_fuse(Tensor residual, Tensor fn, Tensor mhc_scale, Tensor mhc_base, float rms_eps, "
     "float mhc_pre_eps, float mhc_sinkhorn_eps, float mhc_post_mult_value, int sinkhorn_repeat, "
     "int n_splits=16) -> (Tensor, Tensor, Tensor)",
     fake=_big_fuse,
     cpu=cpu.big_fuse,
-    cuda=_call("mhc_pre_big_fuse"),
-    by_name=True,
 )
 """residual [..., m, H] -> post_mix [..., m, 1], comb_mix [..., m, m] in float32, layer_input [..., H]."""
 
@@ -110,12 +120,10 @@ def _post(*, x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: 
     return torch.empty_like(residual, memory_format=torch.contiguous_format)
 
 
-mhc_post_fwd = define_op(
+mhc_post_fwd = _define(
     "mhc_post_fwd(Tensor x, Tensor residual, Tensor post_layer_mix, Tensor comb_res_mix) -> Tensor",
     fake=_post,
     cpu=cpu.post,
-    cuda=_call("mhc_post_fwd"),
-    by_name=True,
 )
 """x [B, T, H] and residual [B, T, m, H] -> [B, T, m, H]; also what ``mhc_post`` does without gradients."""
 
@@ -144,13 +152,12 @@ def _call_norm_fn(
     return _norm_fn_of_library(residual, fn, weight, eps, n_splits=n_splits)
 
 
-mhc_pre_norm_fn = define_op(
+mhc_pre_norm_fn = _define(
     "mhc_pre_norm_fn(Tensor residual, Tensor mhc_fn, Tensor? mhc_norm_weight, float mhc_norm_eps, "
     "int n_splits=16) -> Tensor",
     fake=_norm_fn,
     cpu=cpu.norm_fn,
     cuda=_call_norm_fn,
-    by_name=True,
 )
 """residual [..., m, H], mhc_fn [n, m*H] -> mixes [..., n] in float32."""
 
@@ -168,13 +175,11 @@ def _split_mixes(
     return one, torch.empty_like(one), input_mixes.new_empty((*outer, mult, mult))
 
 
-mhc_pre_split_mixes = define_op(
+mhc_pre_split_mixes = _define(
     "mhc_pre_split_mixes(Tensor input_mixes, Tensor mhc_scale, Tensor mhc_base, int mhc_mult, "
     "float mhc_post_mult_value, float mhc_pre_eps) -> (Tensor, Tensor, Tensor)",
     fake=_split_mixes,
     cpu=cpu.split_mixes,
-    cuda=_call("mhc_pre_split_mixes"),
-    by_name=True,
 )
 """input_mixes [B, T, m*(2+m)] -> pre [B, T, m, 1], post [B, T, m, 1], comb [B, T, m, m]."""
 
@@ -186,12 +191,10 @@ def _sinkhorn(*, x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-sinkhorn_normalize = define_op(
+sinkhorn_normalize = _define(
     "sinkhorn_normalize(Tensor x, int repeat=10, float eps=1e-06) -> Tensor",
     fake=_sinkhorn,
     cpu=cpu.sinkhorn,
-    cuda=_call("sinkhorn_normalize"),
-    by_name=True,
 )
 """x [..., m, m] float32 -> rows and columns that sum to about one."""
 
@@ -205,12 +208,10 @@ def _apply_mix(*, x: Tensor, mix: Tensor) -> Tensor:
     return x.new_empty((*outer, hidden))
 
 
-mhc_pre_apply_mix = define_op(
+mhc_pre_apply_mix = _define(
     "mhc_pre_apply_mix(Tensor x, Tensor mix) -> Tensor",
     fake=_apply_mix,
     cpu=cpu.apply_mix,
-    cuda=_call("mhc_pre_apply_mix"),
-    by_name=True,
 )
 """x [..., m, H] and mix [..., m, 1] -> [..., H]."""
 
@@ -223,12 +224,10 @@ def _head_mix(*, input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, **_: An
     return torch.empty_like(input_mix)
 
 
-mhc_head_compute_mix = define_op(
+mhc_head_compute_mix = _define(
     "mhc_head_compute_mix(Tensor input_mix, Tensor mhc_scale, Tensor mhc_base, float mhc_pre_eps) -> Tensor",
     fake=_head_mix,
     cpu=cpu.head_mix,
-    cuda=_call("mhc_head_compute_mix"),
-    by_name=True,
 )
 """input_mix [B, T, m] -> the mix of the last streams, [B, T, m]."""
 
@@ -238,11 +237,9 @@ def _expand(*, hidden: Tensor, mhc_mult: int) -> Tensor:
     return hidden.new_empty((*hidden.shape[:-1], mhc_mult, hidden.shape[-1]))
 
 
-expand_to_mhc = define_op(
+expand_to_mhc = _define(
     "expand_to_mhc(Tensor hidden, int mhc_mult) -> Tensor",
     fake=_expand,
     cpu=cpu.expand,
-    cuda=_call("expand_to_mhc"),
-    by_name=True,
 )
 """hidden [..., H] -> residual streams [..., m, H], all alike."""

@@ -121,9 +121,8 @@ def test_flashinfer_gets_every_default_that_it_knows(installed):
         "flashinfer.fused_moe", cutlass_fused_moe=cutlass_fused_moe, ActivationType=Activation
     )
     function = _library.Function("flashinfer.fused_moe", "cutlass_fused_moe")
-    call = flashinfer._call_by_name(
-        flashinfer._CUTLASS_FUSED_MOE, function, flashinfer._name_activation
-    )
+    schema = str(torch.ops.fxwarm.cutlass_fused_moe.default._schema).removeprefix("fxwarm::")
+    call = flashinfer._call_by_name(schema, function, flashinfer._name_activation)
     assert call(x, x, x, x, x, torch.bfloat16, [x]) == "out"
     assert calls == [(1, 8192, Activation.Swiglu)]
     assert isinstance(calls[0][2], Activation)
