@@ -371,6 +371,7 @@ def main() -> None:
         found = together(["complete", "compiles"], folder)
         found |= together(["left_out", "left_out_raise", "cold", "waits", "loads"], folder)
     from fxwarm.families.deep_gemm.library import find_library
+    from tests.gpu.figures import write
 
     result = {
         "date": time.strftime("%Y-%m-%d"),
@@ -386,9 +387,7 @@ def main() -> None:
         "phases": found,
     }
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
-        Path(args.out).write_text(found + "\n")
+        write(args.out, result)
     for name, one in found.items():
         print(f"{name}: {json.dumps(one)[:600]}", flush=True)
     for what, kept in result["verdicts"].items():

@@ -416,6 +416,8 @@ def versions() -> dict[str, Any]:
 
 
 def main() -> None:
+    from tests.gpu.figures import write
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--scripts", type=Path, help="folder of the libraries' test folders")
     parser.add_argument("--out", "--json", type=Path)
@@ -463,7 +465,7 @@ def main() -> None:
             result["tests"][where] = found
             result.update(totals(result["tests"]), seconds=round(time.monotonic() - begin, 1))
             if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                write(args.out, result)
             shown = {k: found[k] for k in ("state", "cases", "calls", "kernels", "jit_after", "why") if found.get(k)}  # fmt: skip
             print(where, json.dumps(shown)[:400], flush=True)
 

@@ -388,6 +388,7 @@ def main() -> None:
     import torch
 
     from fxwarm.families.deep_gemm.library import find_library
+    from tests.gpu.figures import write
 
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="fxwarm-memory-") as folder:
@@ -408,9 +409,7 @@ def main() -> None:
         "command": "python tests/gpu/memory.py", "cases": cases,
     }  # fmt: skip
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
-        Path(args.out).write_text(found + "\n")
+        write(args.out, result)
     print(
         f"{'':16}{'peak MiB':>9}{'measured':>9}{'kept MiB':>9}{'launches':>9}{'JIT after':>10}  claims"
     )

@@ -181,6 +181,7 @@ def main() -> None:
 
     from fxwarm.families.deep_gemm.library import find_library
     from fxwarm.families.deep_gemm.toolchain import find_compiler
+    from tests.gpu.figures import write
 
     compiler = find_compiler()
     real = compiler.path.resolve().parents[1]
@@ -195,9 +196,7 @@ def main() -> None:
         for at, name in enumerate(args.only):
             result["runs"][name] = spawn(name, Path(folder, f"run{at}"), toolkits[name], args.jobs)
             if args.out:
-                Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-                found = json.dumps(result, indent=1).replace(f"{CHECKOUT}/", "")
-                Path(args.out).write_text(found + "\n")
+                write(args.out, result)
     print(
         f"{'':20}{'kernels':>8}{'by nvcc':>8}{'launches':>9}{'cold s':>8}{'load s':>8}{'MiB':>7}{'JIT after':>10}{'slowest ms':>11}  claims"
     )
