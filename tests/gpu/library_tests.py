@@ -6,8 +6,10 @@ DIR holds ``DeepGEMM*/test_*.py`` (the tests folder of its repository) and ``Til
 part of fxwarm. Each test function runs in a process and caches of its own, several at a time. A call ``deep_gemm.f(...)``
 of the script goes through ``torch.compile(f, backend="fxwarm")``, so that our op, its fake and its plan meet inputs that
 nobody here chose, and the script's own assertions judge the numbers. A call that wants gradients stays the library's; the
-op is held against it bit for bit. What is slow is sampled: a script's cases come in a random order, its benchmarks are one
-more call, and at its time limit a test stops with what it has. Results are written after each test.
+op is held against it bit for bit. A function's first graph has dynamic sizes and all kernels of their range; its others
+have the sizes of the call, so that many cases fit in the time. What is slow is sampled: a script's cases come in a random
+order, its benchmarks are one more call, and at its time limit a test stops with what it has. Results are written after
+each test.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class Runner:
         self.compared = 0
         self.plain = False
         self.graphs: dict[Any, Any] = {}
+        self.dynamic: dict[str, Any] = {}
         self.functions: dict[int, Any] = {}
 
     def wrap(self, name: str, function: Any, *, gradients: bool = False) -> Any:
@@ -108,6 +111,9 @@ class Runner:
         import fxwarm
 
         key = name, signature(args, kwargs)
+        dynamic = self.dynamic.setdefault(name, key) == key
+        if not dynamic:
+            key = name, sizes(args, kwargs)
         if key not in self.graphs:
             # a code object of its own, so that each weight has its own place in Dynamo's cache
             def forward(*a: Any, **k: Any) -> Any:
@@ -117,7 +123,9 @@ class Runner:
             forward = types.FunctionType(
                 code, forward.__globals__, code.co_name, None, forward.__closure__
             )
-            self.graphs[key] = torch.compile(forward, backend=fxwarm_backend())
+            self.graphs[key] = torch.compile(
+                forward, backend=fxwarm_backend(), dynamic=None if dynamic else False
+            )
         warmed = len(fxwarm.reports())
         with torch.no_grad(), fxwarm.no_jit("count") as seen:
             out = self.graphs[key](*args, **kwargs)
@@ -176,6 +184,17 @@ def signature(args: Any, kwargs: Any) -> Any:
     return (
         tuple(of(a, i == second) for i, a in enumerate(args)),
         tuple((k, of(v, False)) for k, v in sorted(kwargs.items())),
+    )
+
+
+def sizes(args: Any, kwargs: Any) -> Any:
+    """Return all that a graph of constant sizes is made for."""
+    import torch
+
+    leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    return str(spec), tuple(
+        (str(x.dtype), tuple(x.shape), x.stride()) if isinstance(x, torch.Tensor) else str(x)
+        for x in leaves
     )
 
 
@@ -281,7 +300,7 @@ def run_test(path: Path, name: str, limit: float, device: str, out: Path) -> Non
         left = {n for n in runner.calls if any(f".{n}: " in gap for gap in gaps)}
         jit = {k: n for k, n in runner.jit.items() if k.rpartition(" ")[2] not in left}
         found.update(
-            calls=dict(runner.calls), graphs=len(runner.graphs), compared_bit_for_bit=runner.compared,
+            calls=dict(runner.calls), graphs=len(runner.graphs), dynamic_graphs=len(runner.dynamic), compared_bit_for_bit=runner.compared,
             unequal=runner.unequal[:8], jit_after=sum(jit.values()), jit_events=jit, jit_of_gaps=sum(runner.jit.values()) - sum(jit.values()), jit_in_compiling_calls=dict(runner.compiling),
             graph_breaks={k[:160]: n for k, n in counters["graph_break"].items()}, ops=sorted({c.op for p in fxwarm.plans() for c in p.shapes.calls}),
             kernels=len({p.key for plan in fxwarm.plans() for p in plan.planned}),
@@ -379,7 +398,7 @@ def one(path: Path, name: str, limit: float, device: str, folder: Path) -> dict[
     caches = ("DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FXWARM_CACHE_DIR")  # fmt: skip
     env = os.environ | {c: str(room / c.lower()) for c in caches}
     bound = next((size for part, size in LARGE.items() if part in name), 8192)
-    env |= {"FXWARM_MAX_SIZE": str(bound), "DG_MQA_NUM_CASES": "6", "FXWARM_JOBS": "4", "TILELANG_PRINT_ON_COMPILATION": "0"}  # fmt: skip
+    env |= {"FXWARM_MAX_SIZE": str(bound), "DG_MQA_NUM_CASES": "6", "FXWARM_JOBS": "6", "TILELANG_PRINT_ON_COMPILATION": "0"}  # fmt: skip
     env["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
     out, log = room / "found.json", room / "log.txt"
     command = [sys.executable, __file__, "--one", str(path), name, "--limit", str(limit)]
@@ -422,12 +441,12 @@ def main() -> None:
     parser.add_argument("--scripts", type=Path, help="folder of the libraries' test folders")
     parser.add_argument("--out", "--json", type=Path)
     parser.add_argument(
-        "--limit", type=float, default=25.0, help="seconds of one test, after its imports"
+        "--limit", type=float, default=100.0, help="seconds of one test, after its imports"
     )
     parser.add_argument(
-        "--total", type=float, default=135.0, help="seconds after which none begins"
+        "--total", type=float, default=300.0, help="seconds after which none begins"
     )
-    parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of tests")
     parser.add_argument("--dry", action="store_true", help="list the tests, run none")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)

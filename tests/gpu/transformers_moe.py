@@ -115,6 +115,8 @@ def serve(backend: str, calls: int, tokens: int, small: bool, room: Path, end: f
 
     # Inductor picks block sizes of reductions by timing, so that two runs of one backend differ in the last bit.
     torch._inductor.config.deterministic = True
+    # And a fusion keeps float32 where two kernels would round to bfloat16 between them.
+    torch._inductor.config.emulate_precision_casts = True
     use_deep_gemm()
     begin = time.perf_counter()
     model = make_model(small, device)
