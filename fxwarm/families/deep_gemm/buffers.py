@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["GIVE_UP", "Buffers", "Call", "unread_in"]
+__all__ = ["GIVE_UP", "Buffers", "Call", "is_in_place", "unread_in"]
 
 GIVE_UP = 8
 """Failures of one call without a success after which its other sizes are left out."""
@@ -27,6 +27,11 @@ def unread_in(op: str, tensors: Iterable[str], attrs: dict[str, Any]) -> tuple[s
     return (*UNREAD, "d") if plain and not attrs.get("ensure_zero_padding") else UNREAD
 
 
+def is_in_place(tensors: dict[str, Any]) -> bool:
+    """Return whether C can be D itself, as ``inputs.is_in_place``, of tensors in the child's words."""
+    return "c" in tensors and tensors["c"] == tensors["d"]
+
+
 class Call:
     """One call to sweep: makes its arguments at each row, out of buffers that all rows share."""
 
@@ -36,7 +41,11 @@ class Call:
         self.failures = 0
         self.succeeded = False
         self._attrs: dict[str, Any] = spec["attrs"]
-        self._tensors: dict[str, Any] = spec["tensors"]
+        self._tensors: dict[str, Any] = dict(spec["tensors"])
+        self._unread = unread_in(self.op, self._tensors, self._attrs)
+        self._in_place = is_in_place(self._tensors)
+        if self._in_place:
+            del self._tensors["c"]
         self._fixed: dict[str, Any] = {}
         self._flat: dict[str, Any] = {}
         self._kinds = {name: getattr(torch, dtype) for name, (dtype, _, _) in self._tensors.items()}
@@ -54,9 +63,8 @@ class Call:
 
     def allocate(self, buffers: Buffers) -> None:
         """Take the storage of every tensor."""
-        unread = unread_in(self.op, self._tensors, self._attrs)
         for name, kind in self._kinds.items():
-            size, pretends = self._bytes[name], name in unread
+            size, pretends = self._bytes[name], name in self._unread
             self._flat[name] = buffers.take(name, size, unread=pretends).view(kind)
         for name, (_, dims, strides) in self._tensors.items():
             if not any(isinstance(x, list) for x in (*dims, *strides)):
@@ -73,6 +81,8 @@ class Call:
             if name not in found:
                 shape, steps = fill(dims, numbers), fill(strides, numbers)
                 found[name] = self._flat[name].as_strided(shape, steps)
+        if self._in_place:
+            found["c"] = found["d"]
         for name, value in self._attrs.items():
             if name not in found:
                 found[name] = fill_one(value, numbers)

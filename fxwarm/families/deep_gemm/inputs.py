@@ -19,7 +19,7 @@ from passes.records import Dim, KernelCall, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["arguments", "bytes_of", "group_ids", "legal", "make_tensor", "span"]
+__all__ = ["arguments", "bytes_of", "group_ids", "is_in_place", "legal", "make_tensor", "span"]
 
 ALIGNMENT = 128
 """Rows that each group starts on, unless the library was told otherwise."""
@@ -85,9 +85,21 @@ def span(spec: TensorSpec) -> int:
     return max(whole, max((d * s for d, s in zip(dims, strides, strict=True)), default=1))
 
 
+def is_in_place(call: KernelCall) -> bool:
+    """Return whether C of a call can be D itself: a sum over the batch demands that, all other ops allow it.
+
+    The kernel is the same: the others copy C into D where it is another tensor (DeepGEMM ``early_return``).
+    """
+    if "c" not in call:
+        return False
+    c, d = call["c"], call["d"]
+    return (c.dtype, c.dims, strides_of(c)) == (d.dtype, d.dims, strides_of(d))
+
+
 def bytes_of(call: KernelCall) -> int:
     """Return the device memory that the tensors of a static call take."""
-    return sum(span(spec) * ITEM.get(spec.dtype, 8) for _, spec in call.tensors)
+    own = [spec for name, spec in call.tensors if name != "c" or not is_in_place(call)]
+    return sum(span(spec) * ITEM.get(spec.dtype, 8) for spec in own)
 
 
 def group_ids(rows: int, groups: int, alignment: int = ALIGNMENT) -> list[int]:
@@ -111,12 +123,17 @@ def arguments(
     import torch
 
     values: dict[str, Any] = {}
+    in_place = is_in_place(call)
     for name, spec in call.tensors:
+        if in_place and name == "c":
+            continue
         mine = (live or {}).get(name)
         if mine is not None and name in ("b", "b_sf") and _is_like(mine, spec, device):
             values[name] = mine
         else:
             values[name] = make_tensor(name, spec, device)
+    if in_place:
+        values["c"] = values["d"]
     values.update({n: v for n, v in call.attrs if v is not None})
     if "grouped_layout" in values:
         layout, groups = values["grouped_layout"], int(call["b"].dims[0])

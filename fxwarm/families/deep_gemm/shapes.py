@@ -134,6 +134,8 @@ def unify(
     equal = _EQUAL.get(op, ())
     if where is not None:
         equal = (*equal, where.m, where.n, where.k, where.groups)
+    if "c" in found:  # mostly D itself, which the record must still show
+        equal = (*equal, *((("d", at), ("c", at)) for at in range(len(found["d"].shape))))
     for places in equal:
         here = [(name, at) for name, at in places if _has_rank(found, name, at)]
         sizes = [found[name].shape[at] for name, at in here]

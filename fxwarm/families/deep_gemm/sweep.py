@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fxwarm.families.deep_gemm import shapes
-from fxwarm.families.deep_gemm.buffers import unread_in
+from fxwarm.families.deep_gemm.buffers import is_in_place, unread_in
 from fxwarm.families.deep_gemm.describe import place_of
 from fxwarm.families.deep_gemm.inputs import ITEM
 from fxwarm.families.deep_gemm.keys import image_of, strides_of, witness_at
@@ -63,8 +63,10 @@ class Sweep(NamedTuple):
             return rows[:, value[1]] if isinstance(value, list) else value
 
         total = np.zeros(len(rows), np.int64)
+        free = unread_in(self.call.op, self.tensors, self.attrs)
+        free = (*free, "c") if is_in_place(self.tensors) else free
         for name, (dtype, dims, strides) in self.tensors.items():
-            if name not in unread_in(self.call.op, self.tensors, self.attrs):
+            if name not in free:
                 steps = sum((column(d) - 1) * column(s) for d, s in zip(dims, strides, strict=True))
                 total += (1 + steps) * ITEM.get(dtype, 8)
         return total

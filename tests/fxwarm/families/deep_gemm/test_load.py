@@ -14,7 +14,17 @@ from fxwarm.families.deep_gemm.keys import strides_of
 from fxwarm.families.deep_gemm.load import load
 from fxwarm.records import Planned, Target
 from passes.records import Dim, KernelCall, TensorSpec
-from tests.fxwarm.families.deep_gemm.samples import contiguous, dense, masked, prenorm, sgl, spec
+from tests.fxwarm.families.deep_gemm.samples import (
+    BF16,
+    F32,
+    contiguous,
+    dense,
+    masked,
+    prenorm,
+    sgl,
+    spec,
+)
+from tests.fxwarm.families.deep_gemm.samples import call as sample
 
 CPU = torch.device("cpu")
 H200 = Target.named("h200")
@@ -101,6 +111,26 @@ def test_a_masked_launch_is_as_large_as_the_expected_rows():  # B13
 def test_the_smallest_size_of_each_kernel_is_its_witness():
     biggest = max(int(p.witness["a"].dims[0]) for p in plan(dense(2112, 7168)))
     assert biggest <= 3392  # of 8192: the last new kernel's interval begins there
+
+
+def summed(c: tuple[str, ...] | None) -> KernelCall:
+    """Return a sum over the batch into ``d`` that adds ``c``, of these strides."""
+    tensors = [("a", spec(BF16, 3, 128, 64)), ("b", spec(BF16, 3, 256, 64))]
+    tensors += [("d", spec(F32, 128, 256))]
+    tensors += [("c", spec(F32, 128, 256, strides=c))] if c is not None else []
+    return sample("einsum", tensors, None, {"expr": "bmk,bnk->mn"})
+
+
+def test_c_of_the_shape_of_d_is_d():
+    values = inputs.arguments(summed(()), CPU)
+    assert values["c"] is values["d"]  # the library asserts it
+    assert inputs.is_in_place(summed(("256", "1")))  # contiguous, spelled out
+    assert inputs.bytes_of(summed(())) == inputs.bytes_of(summed(None))
+    padded = summed(("512", "1"))
+    values = inputs.arguments(padded, CPU)
+    assert values["c"].data_ptr() != values["d"].data_ptr()
+    assert values["c"].stride() == (512, 1)
+    assert inputs.bytes_of(padded) > inputs.bytes_of(summed(()))
 
 
 class Counting:

@@ -225,6 +225,19 @@ def test_values_and_scales_that_are_two_inputs_have_one_size():
     assert logits["context_lens"].shape == logits["block_table"].shape[:1] == (s0,)
 
 
+def test_c_that_is_d_stays_equal_to_it():
+    import sympy
+
+    s0, s1, s2, s3 = sympy.symbols("s0 s1 s2 s3", integer=True, positive=True)
+    d = SymTensor(F32, (s2, s3), (s3 + 8, 1))
+    same = unify(
+        "einsum",
+        {"a": SymTensor(BF16, (s0, 128, s1)), "b": SymTensor(BF16, (s0, 256, s1)), "d": d, "c": d},
+        {"expr": "bmk,bnk->mn"},
+    )
+    assert same["d"] == same["c"] == SymTensor(F32, (128, 256), (264, 1))
+
+
 def test_logits_of_any_size_are_asked_once():
     from fxwarm.families.deep_gemm.sweep import make_sweep
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import msgspec
@@ -16,7 +17,18 @@ from fxwarm.families.deep_gemm.recorder import Recorder, compare
 from fxwarm.records import Planned, Target
 from passes.records import Gap
 from tests.fxwarm.families.deep_gemm.conftest import is_running, runs_of
-from tests.fxwarm.families.deep_gemm.samples import contiguous, dense, masked, name_of, prenorm, sgl
+from tests.fxwarm.families.deep_gemm.samples import (
+    BF16,
+    F32,
+    contiguous,
+    dense,
+    masked,
+    name_of,
+    prenorm,
+    sgl,
+    spec,
+)
+from tests.fxwarm.families.deep_gemm.samples import call as call_of
 
 CPU_H200 = msgspec.structs.replace(Target.named("h200"), device="cpu")
 """The fake library's tensors live on the CPU; everything else is as on the card."""
@@ -255,6 +267,24 @@ def test_an_output_is_only_pretended_where_nobody_but_the_kernel_touches_it(chan
     assert ("d" in names) == (not change)
     assert "d" not in unread_in(call.op, [*made.tensors, "c"], {})
     assert "d" not in unread_in("einsum", made.tensors, {})
+
+
+def test_c_of_the_shape_of_d_is_d_and_takes_no_memory_of_its_own():
+    import torch
+
+    from fxwarm.families.deep_gemm.buffers import Buffers, Call
+
+    tensors = [("a", spec(BF16, "s0", 128, 64)), ("b", spec(BF16, "s0", 256, 64))]
+    tensors += [("d", spec(F32, 128, 256))]
+    alone = call_of("einsum", tensors, 8, {"expr": "bmk,bnk->mn"})
+    both = call_of("einsum", [*tensors, ("c", tensors[-1][1])], 8, {"expr": "bmk,bnk->mn"})
+    made = sweep.make_sweep(both)
+    assert (made.real_bytes() == sweep.make_sweep(alone).real_bytes()).all()
+    call = Call(json.loads(json.dumps(made.request())), torch)
+    call.allocate(Buffers(torch, "cpu", call.operand_bytes))
+    values = call.values(3)
+    assert values["c"] is values["d"]
+    assert values["d"].shape == (128, 256)
 
 
 def test_buffers_are_shared_and_bounded():
