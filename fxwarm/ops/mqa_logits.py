@@ -1,7 +1,7 @@
 """DeepGEMM's logits of multi-query attention, the indexer of sparse attention, and their schedule, as torch ops.
 
 logits[i, j] = sum over heads of relu(q[i, h] . k[j]) * weights[i, h]. Unlike a GEMM they return what they allocate: a
-window into rows that are longer, whose stride is the library's (54e2261).
+window into rows that are longer, whose stride is the library's (54e2261). ``logits_dtype`` None is float32.
 
     meta = torch.ops.fxwarm.get_paged_mqa_logits_metadata(context_lens, 64, 132)
     logits = torch.ops.fxwarm.fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, table, meta, 8192)
@@ -16,25 +16,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxwarm.exc import ShapeMismatchError
 from fxwarm.ops._checks import Size, check_dtype, check_rank, check_shape, describe
 from fxwarm.ops._define import define_op
 from fxwarm.ops._library import Function
 from fxwarm.ops.scales import FP8
 
-_ROW = 256
-"""Elements that a row of float32 logits is a multiple of: 1024 bytes, and one block of keys."""
+_KEYS = 256
+"""Keys of a block. A row of logits is a multiple of it."""
+_ROW = 1024
+"""Bytes that a row of logits is a multiple of."""
 
 _mqa = Function("deep_gemm", "fp8_mqa_logits")
 _paged = Function("deep_gemm", "fp8_paged_mqa_logits")
+# FP4 queries with scales or FP8 ones without: the only ones that are told a dtype (DeepGEMM 2026)
+_mqa_of_dtype = Function("deep_gemm", "fp8_fp4_mqa_logits")
+_paged_of_dtype = Function("deep_gemm", "fp8_fp4_paged_mqa_logits")
 _metadata = Function("deep_gemm", "get_paged_mqa_logits_metadata")
 
 
-def _window(like: Tensor, rows: Size, columns: Size, stride: Size) -> Tensor:
-    return like.new_empty_strided((rows, columns), (stride, 1), dtype=torch.float32)
+def _window(
+    like: Tensor, rows: Size, columns: Size, stride: Size, dtype: torch.dtype | None
+) -> Tensor:
+    return like.new_empty_strided((rows, columns), (stride, 1), dtype=dtype or torch.float32)
 
 
-def _up(size: Size) -> Size:
-    return (size + _ROW - 1) // _ROW * _ROW
+def _up(size: Size, dtype: torch.dtype | None) -> Size:
+    """Return the row length of ``size`` logits: whole blocks of keys and whole kilobytes, in elements."""
+    unit = max(_KEYS, _ROW // (dtype or torch.float32).itemsize)
+    return (size + unit - 1) // unit * unit
+
+
+def _check_logits(op: str, dtype: torch.dtype | None) -> None:
+    if dtype not in (None, torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        raise ShapeMismatchError(f"{op}: logits_dtype is {name}; give float32 or bfloat16")
 
 
 def _as_promised(out: Tensor, stride: int) -> Tensor:
@@ -42,7 +58,22 @@ def _as_promised(out: Tensor, stride: int) -> Tensor:
     if out.stride() == (stride, 1):
         return out
     rows, columns = out.shape
-    return _window(out, rows, columns, stride).copy_(out)
+    return _window(out, rows, columns, stride, out.dtype).copy_(out)
+
+
+def _logits_of(
+    plain: Function, of_dtype: Function, q: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
+) -> Tensor:
+    """Call ``plain``, or where ``options`` have another dtype than float32 ``of_dtype``, with queries without scales."""
+    out: Tensor
+    if options.get("logits_dtype") in (None, torch.float32):
+        options.pop("logits_dtype", None)
+        out = plain.resolve()(q, *rest, **options)
+    else:
+        function = of_dtype.resolve()
+        of_dtype.require(options)
+        out = function((q, None), *rest, **options)
+    return out
 
 
 def _mqa_fake(
@@ -55,8 +86,10 @@ def _mqa_fake(
     cu_seq_len_k_end: Tensor,
     clean_logits: bool | None = None,
     max_seqlen_k: Size = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     op = "fp8_mqa_logits"
+    _check_logits(op, logits_dtype)
     check_rank(op, "q", q, "[T, heads, dim]")
     check_rank(op, "kv", kv, "[S, dim]")
     (rows, heads, dim), keys = q.shape, kv.shape[0]
@@ -72,8 +105,8 @@ def _mqa_fake(
         check_dtype(op, f"cu_seq_len_k_{name}", edge, (torch.int32,))
         check_shape(op, f"cu_seq_len_k_{name}", edge, [rows], because, rows=(0,))
     if isinstance(max_seqlen_k, int) and max_seqlen_k == 0:
-        return _window(q, rows, keys, _up(keys + _ROW))
-    return _window(q, rows, max_seqlen_k, _up(max_seqlen_k))
+        return _window(q, rows, keys, _up(keys + _KEYS, logits_dtype), logits_dtype)
+    return _window(q, rows, max_seqlen_k, _up(max_seqlen_k, logits_dtype), logits_dtype)
 
 
 def _mqa_cpu(
@@ -86,6 +119,7 @@ def _mqa_cpu(
     cu_seq_len_k_end: Tensor,
     clean_logits: bool | None,
     max_seqlen_k: int,
+    logits_dtype: torch.dtype | None,
 ) -> Tensor:
     """Keys outside of a row's window are minus infinity, whether asked to be or not."""
     k = kv.float() * kv_sf.unsqueeze(1)
@@ -96,8 +130,8 @@ def _mqa_cpu(
     if max_seqlen_k:  # each row begins at its own window
         at = start + torch.arange(max_seqlen_k)
         out = out.gather(1, at.clamp_max(kv.shape[0] - 1)).masked_fill(at >= end, float("-inf"))
-        return _as_promised(out, _up(max_seqlen_k))
-    return _as_promised(out, _up(kv.shape[0] + _ROW))
+    out = out.to(logits_dtype or torch.float32)
+    return _as_promised(out, _up(max_seqlen_k or kv.shape[0] + _KEYS, logits_dtype))
 
 
 def _mqa_cuda(
@@ -109,16 +143,19 @@ def _mqa_cuda(
     end: Tensor,
     clean_logits: bool | None = None,
     max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    given = {"max_seqlen_k": max_seqlen_k} if max_seqlen_k else {}
     options: dict[str, Any] = {} if clean_logits is None else {"clean_logits": clean_logits}
-    out = _mqa.resolve()(q, (kv, kv_sf), weights, start, end, **options, **given)
-    return _as_promised(out, _up(max_seqlen_k) if max_seqlen_k else _up(kv.shape[0] + _ROW))
+    if max_seqlen_k:
+        options["max_seqlen_k"] = max_seqlen_k
+    options["logits_dtype"] = logits_dtype
+    out = _logits_of(_mqa, _mqa_of_dtype, q, ((kv, kv_sf), weights, start, end), options)
+    return _as_promised(out, _up(max_seqlen_k or kv.shape[0] + _KEYS, logits_dtype))
 
 
 fp8_mqa_logits = define_op(
     "fp8_mqa_logits(Tensor q, Tensor kv, Tensor kv_sf, Tensor weights, Tensor cu_seq_len_k_start, "
-    "Tensor cu_seq_len_k_end, bool? clean_logits=None, SymInt max_seqlen_k=0) -> Tensor",
+    "Tensor cu_seq_len_k_end, bool? clean_logits=None, SymInt max_seqlen_k=0, ScalarType? logits_dtype=None) -> Tensor",
     fake=_mqa_fake,
     cpu=_mqa_cpu,
     cuda=_mqa_cuda,
@@ -138,8 +175,10 @@ def _paged_fake(
     max_context_len: Size,
     clean_logits: bool | None = None,
     indices: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     op = "fp8_paged_mqa_logits"
+    _check_logits(op, logits_dtype)
     check_rank(op, "q", q, "[B, next, heads, dim]")
     check_rank(op, "kv_cache", kv_cache, "[blocks, block, 1, dim + 4]")
     batch, tokens, heads, dim = q.shape
@@ -153,7 +192,8 @@ def _paged_fake(
     check_shape(op, "block_table", block_table, [batch, *block_table.shape[1:]], because, rows=(0,))
     check_dtype(op, "context_lens", context_lens, (torch.int32,))
     check_dtype(op, "schedule_meta", schedule_meta, (torch.int32,))
-    return _window(q, batch * tokens, max_context_len, _up(max_context_len))
+    stride = _up(max_context_len, logits_dtype)
+    return _window(q, batch * tokens, max_context_len, stride, logits_dtype)
 
 
 def _paged_cpu(
@@ -164,6 +204,7 @@ def _paged_cpu(
     context_lens: Tensor,
     block_table: Tensor,
     max_context_len: int,
+    logits_dtype: torch.dtype | None,
     **_: Any,
 ) -> Tensor:
     batch, tokens, _heads, dim = q.shape
@@ -172,7 +213,8 @@ def _paged_cpu(
     values = flat[:, : block * dim].contiguous().view(FP8).view(-1, block, dim)
     scales = flat[:, block * dim :].contiguous().view(torch.float32).unsqueeze(-1)
     keys = values.float() * scales
-    out = _window(q, batch * tokens, max_context_len, _up(max_context_len)).fill_(float("-inf"))
+    stride = _up(max_context_len, logits_dtype)
+    out = _window(q, batch * tokens, max_context_len, stride, logits_dtype).fill_(float("-inf"))
     lens = context_lens if context_lens.dim() == 2 else _rising(context_lens, tokens)
     for row in range(batch * tokens):
         b, t = divmod(row, tokens)
@@ -198,18 +240,21 @@ def _paged_cuda(
     max_context_len: int,
     clean_logits: bool | None = None,
     indices: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     options: dict[str, Any] = {} if clean_logits is None else {"clean_logits": clean_logits}
     if indices is not None:
         options["indices"] = indices
-    tensors = q, kv_cache, weights, context_lens, block_table, schedule_meta
-    out = _paged.resolve()(*tensors, max_context_len, **options)
-    return _as_promised(out, _up(max_context_len))
+    options["logits_dtype"] = logits_dtype
+    rest = kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len
+    out = _logits_of(_paged, _paged_of_dtype, q, rest, options)
+    return _as_promised(out, _up(max_context_len, logits_dtype))
 
 
 fp8_paged_mqa_logits = define_op(
     "fp8_paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, "
-    "Tensor schedule_meta, SymInt max_context_len, bool? clean_logits=None, Tensor? indices=None) -> Tensor",
+    "Tensor schedule_meta, SymInt max_context_len, bool? clean_logits=None, Tensor? indices=None, "
+    "ScalarType? logits_dtype=None) -> Tensor",
     fake=_paged_fake,
     cpu=_paged_cpu,
     cuda=_paged_cuda,

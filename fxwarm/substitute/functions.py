@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fxwarm.families.deep_gemm.entries import ENTRIES, uncovered
+from fxwarm.families.deep_gemm.entries import ENTRIES, OF_DTYPE, uncovered
 from fxwarm.families.flashinfer import entries as flashinfer
 from passes.records import Gap
 
@@ -124,7 +124,7 @@ def bind(
     if constant(out.pop("q_sf", None)) is not None:
         raise Refused("its queries are FP4, for which there is no op")
     for name, value in given.items():
-        if name in known.optional:
+        if name in known.optional and (name, str(constant(value))) != _LOGITS:
             out[name] = value
         elif not _is_default(constant(value), name, defaults):
             raise Refused(f"the op has no argument {name}")
@@ -183,10 +183,7 @@ def _deep_gemm(holder: Any) -> dict[str, Callable[..., Substitute]]:
     return {**gaps, **found, **dict.fromkeys(_EITHER, _either)}
 
 
-_EITHER = {
-    "fp8_fp4_mqa_logits": "fp8_mqa_logits",
-    "fp8_fp4_paged_mqa_logits": "fp8_paged_mqa_logits",
-}
+_EITHER = {name: op for op, name in OF_DTYPE.items()}
 """Functions that take FP4 queries with their scales or FP8 ones without, and the op for the latter."""
 
 

@@ -394,6 +394,12 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
         "fp8_paged_mqa_logits",
         "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits=False",
     )
+    pages = entry(
+        deep_gemm,
+        "fp8_fp4_paged_mqa_logits",
+        "q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, logits_dtype=None",
+    )
+    short = torch.bfloat16
     metadata = entry(
         deep_gemm, "get_paged_mqa_logits_metadata", "context_lens, block_kv, num_sms, indices=None"
     )
@@ -427,11 +433,16 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
             edge,
             logits_dtype=torch.float,
         )
+        either(
+            (q, None), (kv, x.new_ones(512)), x[:, :32].contiguous(), edge, edge, logits_dtype=short
+        )
         lens, table = (
             x.new_zeros(rows, 1, dtype=torch.int32),
             x.new_zeros(rows, 4, dtype=torch.int32),
         )
         schedule = metadata(lens, 64, 132)
+        tensors = cache, x[:, :32].contiguous(), lens, table, schedule
+        pages((q.unsqueeze(1), None), *tensors, 256, logits_dtype=short)
         out = paged(q.unsqueeze(1), cache, x[:, :32].contiguous(), lens, table, schedule, 256)
         d = x.new_zeros(2, 256, 128)
         bf16(
@@ -454,6 +465,13 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
         "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "einsum",
         "k_grouped_bf16_gemm_tn_contiguous", "k_grouped_fp8_gemm_nt_contiguous",
     }  # fmt: skip
+    kinds = [(c.op, c.attr("logits_dtype")) for c in shapes.calls if "mqa_logits" in c.op]
+    assert kinds == [
+        # float32 is what it is without being said: the first two calls are one but for what they clean
+        ("fp8_mqa_logits", None), ("fp8_mqa_logits", None), ("fp8_mqa_logits", "bfloat16"),
+        ("get_paged_mqa_logits_metadata", None),
+        ("fp8_paged_mqa_logits", "bfloat16"), ("fp8_paged_mqa_logits", None),
+    ]  # fmt: skip
     monkeypatch.delitem(sys.modules, "deep_gemm")
     library = {"sgl-deep-gemm": "0.1.5.post1"}
     plan = fxwarm.plan(shapes, target=fxwarm.Target.named("h200"), libraries=library)

@@ -6,11 +6,13 @@ One table for all who need it: ``match`` (graph -> canonical call), ``recorder_c
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
 
 __all__ = [
     "ENTRIES",
     "NO_MODEL",
+    "OF_DTYPE",
     "UNCOVERED",
     "Entry",
     "find_function",
@@ -96,17 +98,23 @@ def _entries() -> dict[str, Entry]:
     found.append(Entry(name, (*pair, "head_splits"), optional, (name,)))
     name = "fp8_mqa_logits"
     window = ("cu_seq_len_k_start", "cu_seq_len_k_end")
-    optional = ("clean_logits", "max_seqlen_k")
+    optional = ("clean_logits", "max_seqlen_k", "logits_dtype")
     found.append(Entry(name, ("q", "kv,kv_sf", "weights", *window), optional, (name,), True))
     name = "fp8_paged_mqa_logits"
     paged = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta")
-    optional = ("clean_logits", "indices")
+    optional = ("clean_logits", "indices", "logits_dtype")
     found.append(Entry(name, (*paged, "max_context_len"), optional, (name,), True))
     return {entry.op: entry for entry in found}
 
 
 ENTRIES: dict[str, Entry] = _entries()
 """Canonical op -> entry."""
+
+OF_DTYPE: dict[str, str] = {
+    "fp8_mqa_logits": "fp8_fp4_mqa_logits",
+    "fp8_paged_mqa_logits": "fp8_fp4_paged_mqa_logits",
+}
+"""Canonical op -> the function that takes FP8 queries as (q, None), and alone is told the dtype of the logits."""
 
 NO_MODEL: dict[str, str] = {
     "fp8_gemm_nt_skip_head_mid": "its epilogue is part of the kernel and is not modelled",
@@ -163,11 +171,24 @@ def find_function(module: Any, op: str) -> Any:
 
 
 def invoke(module: Any, op: str, values: dict[str, Any]) -> Any:
-    """Call the library's function for a canonical op; ``values`` are its arguments by name."""
+    """Call the library's function for a canonical op; ``values`` are its arguments by name.
+
+    A dtype is its name, as records hold it. Raises AttributeError where the build has no such function.
+    """
     entry = ENTRIES[op]
     arguments: list[Any] = []
     for part in entry.positional:
         names = part.split(",")
         arguments.append(values[part] if len(names) == 1 else tuple(values[n] for n in names))
     keywords = {n: values[n] for n in entry.optional if values.get(n) is not None}
-    return find_function(module, op)(*arguments, **keywords)
+    dtype = keywords.pop("logits_dtype", "float32")
+    if dtype == "float32":
+        return find_function(module, op)(*arguments, **keywords)
+    function = getattr(module, OF_DTYPE[op], None)
+    if function is None:
+        where = getattr(module, "__file__", module)
+        raise AttributeError(
+            f"{where} has no {OF_DTYPE[op]}; this build writes float32 logits only"
+        )
+    keywords["logits_dtype"] = getattr(importlib.import_module("torch"), dtype)
+    return function((arguments[0], None), *arguments[1:], **keywords)

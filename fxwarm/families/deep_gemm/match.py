@@ -56,6 +56,7 @@ _QUIET: dict[str, Any] = {
     "use_psum_layout": False,
     "ensure_zero_padding": True,
     "use_cublaslt": False,
+    "logits_dtype": "float32",
 }
 """Defaults that all versions share: a call that spells them out is the same call."""
 

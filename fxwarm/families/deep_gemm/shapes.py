@@ -103,10 +103,17 @@ _EQUAL: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
 """Dims that are equal in ops without a GEMM's, or beside them: queries, keys, the sum of all K."""
 
 
+_LOGITS = ("float32", "bfloat16")
+
+
 def check(
     op: str, tensors: Mapping[str, Shape], dtypes: Mapping[str, str], attrs: Mapping[str, Any]
 ) -> None:
     """Raise ShapeMismatchError, with both shapes, if the tensors contradict each other."""
+    dtype = attrs.get("logits_dtype", "float32")
+    if dtype not in _LOGITS:
+        known = " or ".join(_LOGITS)
+        raise exc.ShapeMismatchError(f"{op}: logits_dtype is {dtype!r}; the library writes {known}")
     where = form(op, attrs)
     if where is None:
         return

@@ -11,7 +11,7 @@ import torch
 
 from fxwarm import ops
 from fxwarm.exc import LibraryError
-from fxwarm.ops import _library, deep_gemm, flashinfer
+from fxwarm.ops import _library, deep_gemm, flashinfer, mqa_logits
 
 x = torch.ones(2, 2)
 
@@ -85,6 +85,40 @@ def test_an_argument_that_an_old_build_lacks_is_named(installed):
     assert len(calls) == 1
     with pytest.raises(LibraryError, match="has no use_psum_layout in m_grouped_fp8_gemm_nt_cont"):
         deep_gemm._call_fp8_contiguous(x, x, x, x, x, x, use_psum_layout=True)
+
+
+def test_logits_of_another_dtype_come_from_the_function_that_is_told_one(installed):
+    plain, either = torch.zeros(2, 512)[:, :2], []
+    full = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": torch.float32}
+
+    def fp8_fp4_mqa_logits(q, kv, weights, start, end, **options):
+        either.append((q, kv, {**full, **options}))
+        return torch.zeros(2, 512, dtype=torch.bfloat16)[:, :2]
+
+    def fp8_fp4_paged_mqa_logits(q, cache, weights, lens, table, meta, most, **options):
+        either.append((q, most, options))
+        return torch.zeros(2, 512, dtype=torch.bfloat16)[:, :most]
+
+    installed("deep_gemm", fp8_mqa_logits=lambda *args, **options: plain)
+    for dtype in (None, torch.float32):
+        assert mqa_logits._mqa_cuda(x, x, x, x, x, x, logits_dtype=dtype) is plain
+    with pytest.raises(LibraryError, match="has no fp8_fp4_mqa_logits"):
+        mqa_logits._mqa_cuda(x, x, x, x, x, x, logits_dtype=torch.bfloat16)
+    with pytest.raises(LibraryError, match="has no fp8_fp4_paged_mqa_logits"):
+        mqa_logits._paged_cuda(x, x, x, x, x, x, 2, logits_dtype=torch.bfloat16)
+    installed(
+        "deep_gemm",
+        fp8_fp4_mqa_logits=fp8_fp4_mqa_logits,
+        fp8_fp4_paged_mqa_logits=fp8_fp4_paged_mqa_logits,
+    )
+    out = mqa_logits._mqa_cuda(x, x, x, x, x, x, False, logits_dtype=torch.bfloat16)
+    assert (out.dtype, out.stride()) == (torch.bfloat16, (512, 1))
+    out = mqa_logits._paged_cuda(x, x, x, x, x, x, 2, logits_dtype=torch.bfloat16)
+    assert (out.dtype, out.stride()) == (torch.bfloat16, (512, 1))
+    assert either == [
+        ((x, None), (x, x), {**full, "clean_logits": False, "logits_dtype": torch.bfloat16}),
+        ((x, None), 2, {"logits_dtype": torch.bfloat16}),
+    ]
 
 
 def test_a_pybind_function_says_in_its_docstring_what_it_accepts():

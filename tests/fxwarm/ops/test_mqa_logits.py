@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fxwarm.ops  # noqa: F401  (defines the ops)
+from fxwarm.exc import ShapeMismatchError
 from tests.fxwarm.ops.tensors import close, randn
 
 OPS = torch.ops.fxwarm
@@ -42,8 +44,9 @@ def test_each_row_sees_its_own_window_of_keys():
         assert close(short[row, :count], part, 1e-4)
 
 
-def test_paged_keys_give_what_plain_ones_give():
-    q, k, sf, weights, _, _ = inputs()
+def paged(given):
+    """Return the arguments of a paged call on the keys of ``given``."""
+    q, k, sf, weights, _, _ = given
     lens = torch.tensor([[1], [100], [64], [37], [99]], dtype=torch.int32)
     cache = torch.zeros(3, BLOCK * (DIM + 4), dtype=torch.uint8)
     table = torch.tensor([2, 0], dtype=torch.int32)
@@ -52,14 +55,19 @@ def test_paged_keys_give_what_plain_ones_give():
         row = cache[int(table[page])]
         row[: part.numel()] = part.reshape(-1).view(torch.uint8)
         row[BLOCK * DIM :][: 4 * len(scale)] = scale.view(torch.uint8)
-    paged = cache.view(3, BLOCK, 1, DIM + 4)
     meta = torch.zeros(133, 2, dtype=torch.int32)
     tables = table.expand(ROWS, 2).contiguous()
-    out = OPS.fp8_paged_mqa_logits(q.unsqueeze(1), paged, weights, lens, tables, meta, KEYS)
-    wanted = expected(q, k, sf, weights, torch.zeros(ROWS, dtype=torch.int32), lens[:, 0])
+    return q.unsqueeze(1), cache.view(3, BLOCK, 1, DIM + 4), weights, lens, tables, meta, KEYS
+
+
+def test_paged_keys_give_what_plain_ones_give():
+    given = inputs()
+    q, cache, weights, lens, tables, meta, _ = paged(given)
+    out = OPS.fp8_paged_mqa_logits(q, cache, weights, lens, tables, meta, KEYS)
+    wanted = expected(*given[:4], torch.zeros(ROWS, dtype=torch.int32), lens[:, 0])
     assert torch.equal(out == float("-inf"), wanted == float("-inf"))
     assert close(finite(out), finite(wanted), 1e-4)
-    flat = OPS.fp8_paged_mqa_logits(q.unsqueeze(1), paged, weights, lens[:, 0], tables, meta, KEYS)
+    flat = OPS.fp8_paged_mqa_logits(q, cache, weights, lens[:, 0], tables, meta, KEYS)
     assert torch.equal(flat, out)
 
 
@@ -72,5 +80,27 @@ def test_a_trace_knows_shape_and_row_length():
             test_utils=("test_faketensor",),
         )
     assert OPS.fp8_mqa_logits(*given).stride() == (512, 1)
+    torch.library.opcheck(
+        OPS.fp8_paged_mqa_logits.default, paged(given), test_utils=("test_faketensor",)
+    )
     lens = torch.zeros(7, 1, dtype=torch.int32, device="meta")
     assert OPS.get_paged_mqa_logits_metadata(lens, 64, 132).shape == (133, 2)
+
+
+def test_logits_of_bfloat16_are_rounded_and_their_rows_are_as_many_bytes():
+    given, dtype = inputs(), torch.bfloat16
+    pages = paged(given)
+    for op, args, steps in (
+        (OPS.fp8_mqa_logits, (*given, True), (512, 512)),  # 100 + 256
+        (OPS.fp8_mqa_logits, (*given, False, 64), (256, 512)),
+        (OPS.fp8_paged_mqa_logits, pages, (256, 512)),
+    ):
+        plain, short = op(*args), op(*args, logits_dtype=dtype)
+        assert torch.equal(short, plain.to(dtype))
+        assert torch.equal(op(*args, logits_dtype=torch.float32), plain)
+        assert (plain.stride(0), short.stride(0)) == steps
+        torch.library.opcheck(
+            op.default, args, {"logits_dtype": dtype}, test_utils=("test_faketensor",)
+        )
+        with pytest.raises(ShapeMismatchError, match="logits_dtype is float16; give float32 or bf"):
+            op(*args, logits_dtype=torch.float16)

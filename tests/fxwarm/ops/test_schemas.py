@@ -91,8 +91,8 @@ def test_logits_ops_return_what_they_allocate():
     assert_expected_inline(
         _schemas(LOGITS),
         """\
-fp8_mqa_logits(Tensor q, Tensor kv, Tensor kv_sf, Tensor weights, Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, bool? clean_logits=None, SymInt max_seqlen_k=0) -> Tensor
-fp8_paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor schedule_meta, SymInt max_context_len, bool? clean_logits=None, Tensor? indices=None) -> Tensor
+fp8_mqa_logits(Tensor q, Tensor kv, Tensor kv_sf, Tensor weights, Tensor cu_seq_len_k_start, Tensor cu_seq_len_k_end, bool? clean_logits=None, SymInt max_seqlen_k=0, ScalarType? logits_dtype=None) -> Tensor
+fp8_paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor schedule_meta, SymInt max_context_len, bool? clean_logits=None, Tensor? indices=None, ScalarType? logits_dtype=None) -> Tensor
 get_paged_mqa_logits_metadata(Tensor context_lens, int block_kv, int num_sms, Tensor? indices=None) -> Tensor""",
     )
 

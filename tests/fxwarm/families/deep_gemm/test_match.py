@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import pytest
 import torch
 from torch.library import Library as Registry
 
 from fxwarm import exc
+from fxwarm.families.deep_gemm import inputs
+from fxwarm.families.deep_gemm.buffers import Buffers, Call
+from fxwarm.families.deep_gemm.entries import OF_DTYPE, invoke
 from fxwarm.families.deep_gemm.match import match
 from fxwarm.families.deep_gemm.shapes import unify
+from fxwarm.families.deep_gemm.sweep import make_sweep
 from passes.calls import SymTensor
 from passes.flatten import OpCall
 from passes.records import Dim, Gap, KernelCall, Symbol, TensorSpec
@@ -238,9 +245,66 @@ def test_c_that_is_d_stays_equal_to_it():
     assert same["d"] == same["c"] == SymTensor(F32, (128, 256), (264, 1))
 
 
-def test_logits_of_any_size_are_asked_once():
-    from fxwarm.families.deep_gemm.sweep import make_sweep
+LOGITS = {
+    "q": SymTensor(FP8, (M, 32, 64)), "kv": SymTensor(FP8, (256, 64)), "kv_sf": SymTensor(F32, (256,)),
+    "weights": SymTensor(F32, (M, 32)), "cu_seq_len_k_start": SymTensor(I32, (M,)),
+    "cu_seq_len_k_end": SymTensor(I32, (M,)),
+}  # fmt: skip
+PAGED = {
+    "q": SymTensor(FP8, (M, 1, 32, 64)), "kv_cache": SymTensor("uint8", (8, 64, 1, 68)),
+    "weights": SymTensor(F32, (M, 32)), "context_lens": SymTensor(I32, (M, 1)),
+    "block_table": SymTensor(I32, (M, 4)), "schedule_meta": SymTensor(I32, (133, 2)),
+    "max_context_len": 256,
+}  # fmt: skip
 
+
+class Recording:
+    """A library that keeps what its functions are called with."""
+
+    def __init__(self, *names: str) -> None:
+        self.calls: list[tuple] = []
+        for name in names:
+            setattr(self, name, lambda *a, __name=name, **k: self.calls.append((__name, a, k)))
+
+
+def asked(call: KernelCall, library: Recording) -> None:
+    """Make a call as the recorder's child does, its request through JSON, and as a load does."""
+    request = json.loads(json.dumps(make_sweep(call).request()))
+    child = Call(request, torch)
+    child.allocate(Buffers(torch, "cpu", child.operand_bytes))
+    invoke(library, child.op, child.values(0))
+    stored = msgspec.json.decode(msgspec.json.encode(call), type=KernelCall)
+    assert stored == call
+    invoke(library, stored.op, inputs.arguments(stored, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"), [("fp8_mqa_logits", LOGITS), ("fp8_paged_mqa_logits", PAGED)]
+)
+def test_the_dtype_of_logits_reaches_the_function_that_is_told_one(op, tensors):
+    plain = one("fxwarm", op, **tensors, clean_logits=False)
+    assert one("fxwarm", op, **tensors, clean_logits=False, logits_dtype="float32") == plain
+    call = one("fxwarm", op, **tensors, clean_logits=False, logits_dtype="bfloat16")
+    assert call != plain
+    both = Recording(op, OF_DTYPE[op])
+    asked(call, both)
+    asked(plain, both)
+    names = [name for name, _, _ in both.calls]
+    assert names == [OF_DTYPE[op]] * 2 + [op] * 2
+    for _, args, options in both.calls[:2]:
+        assert args[0][0].shape == tensors["q"].shape
+        assert args[0][1] is None
+        assert options == {"clean_logits": False, "logits_dtype": torch.bfloat16}
+    for _, args, options in both.calls[2:]:
+        assert args[0].shape == tensors["q"].shape
+        assert options == {"clean_logits": False}
+    with pytest.raises(AttributeError, match=f"has no {OF_DTYPE[op]}; this build writes float32"):
+        asked(call, Recording(op))
+    with pytest.raises(exc.ShapeMismatchError, match="writes float32 or bfloat16"):
+        one("fxwarm", op, **tensors, logits_dtype="float16")
+
+
+def test_logits_of_any_size_are_asked_once():
     def tensor(dtype: str, *dims: Dim) -> TensorSpec:
         return TensorSpec(dtype, dims)
 
