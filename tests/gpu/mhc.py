@@ -47,8 +47,8 @@ DISTRIBUTIONS = (
 SLOW_MS = 5.0
 
 
-def make_layer(hidden: int, device: str) -> Any:
-    """Return a block of a pre and a post layer with random weights."""
+def make_layer(hidden: int, device: str, between: Any = None) -> Any:
+    """Return a block of a pre and a post layer with random weights, and what is ``between`` them."""
     import torch
 
     import fxwarm.ops.deep_gemm
@@ -70,23 +70,59 @@ def make_layer(hidden: int, device: str) -> Any:
         def forward(self, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mixes = torch.ops.fxwarm.mhc_pre(residual, self.fn, self.scale, self.base, *ARGS)
             post, comb, x = mixes
+            if between is not None:
+                x = between(x)
             return post, comb, x, torch.ops.fxwarm.mhc_post(x, residual, post, comb)
 
     return Block().to(device)
 
 
 def make_model(hidden: int, layers: int) -> Any:
-    """Return ``layers`` blocks, one after the other, without weights: what a trace of a model goes through."""
-    import torch
+    """Return ``layers`` layers as a trace of a model goes through them, without weights.
 
-    class Model(torch.nn.Module):
+    Each is latent attention and a gated MLP of DeepSeek-V3's widths in plain torch, each with an mHC pair around it.
+    """
+    import torch
+    from torch.nn import Linear, Module, ModuleList, RMSNorm
+    from torch.nn.functional import scaled_dot_product_attention, silu
+
+    heads, dim, rank = 128, 128, 512
+
+    class Attention(Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.ModuleList(make_layer(hidden, "meta") for _ in range(layers))
+            self.norm, self.rank_norm = RMSNorm(hidden), RMSNorm(rank)
+            self.down, self.out = Linear(hidden, 3 * rank), Linear(heads * dim, hidden)
+            self.up = ModuleList(Linear(rank, heads * dim) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            low = self.down(self.norm(x)).chunk(3, -1)
+            q, k, v = (
+                up(self.rank_norm(part)).view(-1, heads, dim).transpose(0, 1)
+                for up, part in zip(self.up, low, strict=True)
+            )
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(mixed.transpose(0, 1).reshape(-1, heads * dim))
+
+    class Mlp(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.down = RMSNorm(hidden), Linear(18432, hidden)
+            self.gate, self.up = Linear(hidden, 18432), Linear(hidden, 18432)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x)
+            return self.down(silu(self.gate(x)) * self.up(x))
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = [kind().bfloat16() for _ in range(layers) for kind in (Attention, Mlp)]
+            self.mixes = ModuleList(make_layer(hidden, "meta", part) for part in parts)
 
         def forward(self, residual: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                residual = layer(residual)[-1]
+            for mix in self.mixes:
+                residual = mix(residual)[-1]
             return residual
 
     return Model()
@@ -386,8 +422,8 @@ def main() -> int:
     parser.add_argument(
         "--layers",
         type=int,
-        default=8,
-        help="layers traced while the libraries are imported in other processes; DeepSeek-V3 has 61",
+        default=61,
+        help="layers traced while the libraries are imported in other processes: DeepSeek-V3's",
     )
     parser.add_argument("--limit", type=float, default=500, help="seconds for one phase")
     parser.add_argument(

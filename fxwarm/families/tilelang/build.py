@@ -26,8 +26,8 @@ from fxwarm.records import Built, CompileKey, Planned, Target
 
 START = 120.0
 """Seconds for the imports of the server: 4 s was the slowest start."""
-IDLE = 60.0
-"""Seconds after which a server that was started ahead, and got no task, is ended."""
+IDLE = 300.0
+"""Seconds after which a server that was started ahead, and got no task, is ended: a large model is traced in 50 s."""
 
 _OTHERS = ("MAX_JOBS", "TORCHINDUCTOR_", "TRITON_", "DG_", "DJ_")
 """Beginnings of variables that no TileLang build reads, and that others set while they work."""

@@ -9,6 +9,7 @@ its parent closes the pipe.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import selectors
 import signal
@@ -155,10 +156,13 @@ def make(key: CompileKey, target: Target) -> int:
 
 def main() -> None:
     """Serve the parent, with everything that libraries print on stdout sent to stderr."""
+    # What is imported stays, so looking for garbage in it costs one of 7 s, and a fork would copy the pages looked at.
+    gc.disable()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with contextlib.suppress(Exception):  # every task says so, too
         import tilelang  # noqa: F401  (before the first task comes)
+    gc.freeze()
     serve(0, answers)
     os.killpg(0, signal.SIGKILL)  # what still compiles, nobody waits for
 
