@@ -4,13 +4,14 @@
 library: that happens at the first call on CUDA. On the CPU each op is a reference in plain torch.
 """
 
-from fxwarm.ops import deep_gemm, flashinfer, k_grouped, mhc, mqa_logits, tile_kernels
+from fxwarm.ops import deep_gemm, flashinfer, gemm_forms, k_grouped, mhc, mqa_logits, tile_kernels
 from fxwarm.ops._library import use_library
 from fxwarm.ops.scales import per_block_cast_to_fp8, per_token_cast_to_fp8
 
 __all__ = [
     "deep_gemm",
     "flashinfer",
+    "gemm_forms",
     "k_grouped",
     "mhc",
     "mqa_logits",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -65,16 +65,45 @@ def masked(
     a: Tensor,
     b: Tensor,
     d: Tensor,
-    a_sf: Tensor,
-    b_sf: Tensor,
     masked_m: Tensor,
+    a_sf: Tensor | None = None,
+    b_sf: Tensor | None = None,
     recipe: Sequence[int] | None = None,
     **_: Any,
 ) -> None:
     """Run the first ``masked_m[g]`` rows of each group; the others stay as they are."""
     for g, count in enumerate(masked_m.tolist()):
+        sf_a, sf_b = (None if sf is None else sf[g] for sf in (a_sf, b_sf))
         rows = slice(0, count)
-        dense(a=a[g], a_sf=a_sf[g], b=b[g], b_sf=b_sf[g], d=d[g], recipe=recipe, rows=rows)
+        dense(a=a[g], a_sf=sf_a, b=b[g], b_sf=sf_b, d=d[g], recipe=recipe, rows=rows)
+
+
+def in_form(
+    form: str,
+    run: Callable[..., None],
+    *,
+    a: Tensor,
+    b: Tensor,
+    a_sf: Tensor | None = None,
+    b_sf: Tensor | None = None,
+    **rest: Any,
+) -> None:
+    """Run ``run``, which takes ``[M, K]`` and ``[N, K]``, on operands stored in ``form``, such as "tn"."""
+    if form[0] == "t":
+        a, a_sf = a.mT, None if a_sf is None else a_sf.mT
+    if form[1] == "n":
+        b, b_sf = b.mT, None if b_sf is None else b_sf.mT
+    run(a=a, b=b, a_sf=a_sf, b_sf=b_sf, **rest)
+
+
+def skip_head_mid(*, b: Tensor, d: Tensor, head_splits: Sequence[int], **rest: Any) -> None:
+    """Run a dense product of ``left + right`` columns a head into the ends of heads that have ``mid`` between."""
+    left, mid, right = head_splits
+    out = d.new_empty(d.shape[0], b.shape[0])
+    dense(b=b, d=out, **rest)
+    parts, heads = out.unflatten(1, (-1, left + right)), d.unflatten(1, (-1, left + mid + right))
+    heads[..., :left] = parts[..., :left]
+    heads[..., left + mid :] = parts[..., left:]
 
 
 def einsum(

@@ -28,30 +28,62 @@ def check_gemm(
     b_sf: Tensor | None = None,
     c: Tensor | None = None,
     recipe: Sequence[int] | None = None,
+    head_splits: Sequence[int] | None = None,
+    form: str = "nt",
     grouped: bool = False,
     batched: bool = False,
     **_: Any,
 ) -> None:
-    """Check ``[M, K] x [N, K] -> [M, N]``; grouped: B is ``[G, N, K]``; batched: A and D have G too."""
-    check_rank(op, "b", b, "[G, N, K]" if grouped else "[N, K]")
-    check_rank(op, "a", a, "[G, M, K]" if batched else "[M, K]")
-    *groups, n, k = b.shape
+    """Check ``[M, K] x [N, K] -> [M, N]``; grouped: B is ``[G, N, K]``; batched: A and D have G too.
+
+    A of the forms tn and tt is ``[K, M]``, B of nn and tn ``[K, N]``, their scales alike.
+    """
+    flip_a, flip_b = form[0] == "t", form[1] == "n"
+    check_rank(op, "b", b, _layout("N", grouped=grouped, flip=flip_b))
+    check_rank(op, "a", a, _layout("M", grouped=batched, flip=flip_a))
+    groups, (n, k) = list(b.shape[:-2]), _stored(b.shape[-2:], flip_b)
     lead = groups if batched else []
-    m, rows = a.shape[-2], (len(lead),)
+    m, _k = _stored(a.shape[-2:], flip_a)
+    rows, rows_a = (len(lead),), (len(lead) + flip_a,)
     for name, operand in (("a", a), ("b", b)):
         check_dtype(op, name, operand, (torch.bfloat16,) if a_sf is None else (FP8,))
-    check_shape(op, "a", a, [*lead, m, k], f"b = {describe(b)}", rows=rows)
+    check_shape(op, "a", a, [*lead, *_stored((m, k), flip_a)], f"b = {describe(b)}", rows=rows_a)
     if a_sf is not None and b_sf is not None:
         gran_m, gran_n, gran_k = scale_recipe(recipe, b_sf)
-        wanted = [*groups, *scale_shape(n, k, gran_n, gran_k, b_sf.dtype)]
-        _check_scales(op, "b", b, b_sf, wanted, (gran_n, gran_k))
-        wanted = [*lead, *scale_shape(m, k, gran_m, gran_k, a_sf.dtype)]
-        _check_scales(op, "a", a, a_sf, wanted, (gran_m, gran_k), rows)
+        wanted = [*groups, *_stored(scale_shape(n, k, gran_n, gran_k, b_sf.dtype), flip_b)]
+        _check_scales(op, "b", b, b_sf, wanted, _stored((gran_n, gran_k), flip_b))
+        wanted = [*lead, *_stored(scale_shape(m, k, gran_m, gran_k, a_sf.dtype), flip_a)]
+        _check_scales(op, "a", a, a_sf, wanted, _stored((gran_m, gran_k), flip_a), rows_a)
     # the grouped kernels write bfloat16 only
     check_dtype(op, "d", d, _OUT[:1] if grouped else _OUT)
     because = f"a = {describe(a)} with b = {describe(b)}"
+    if head_splits is not None:
+        because += f" and head_splits={tuple(head_splits)}"
+        n = _with_mids(op, n, head_splits)
     check_shape(op, "d", d, [*lead, m, n], because, rows=rows)
     _check_c(op, c, d, rows)
+
+
+def _layout(letter: str, *, grouped: bool, flip: bool) -> str:
+    return f"[{'G, ' if grouped else ''}{', '.join(_stored((letter, 'K'), flip))}]"
+
+
+def _stored(dims: Sequence[Any], flip: bool) -> tuple[Any, Any]:
+    """Return two dims in the order in which an operand has them."""
+    first, second = dims
+    return (second, first) if flip else (first, second)
+
+
+def _with_mids(op: str, n: Size, head_splits: Sequence[int]) -> Size:
+    """Return the columns of heads of (left, mid, right), of which the ``n`` given ones are left and right."""
+    splits = tuple(head_splits)
+    if len(splits) != 3 or min(splits) < 0 or splits[0] + splits[2] == 0:
+        raise ShapeMismatchError(f"{op}: head_splits is {splits}; give (left, mid, right) columns")
+    left, mid, right = splits
+    if n % (left + right):
+        text = f"{op}: {n} columns are no whole heads of {left} and {right}; make b and head_splits agree"
+        raise ShapeMismatchError(text)
+    return n + n // (left + right) * mid
 
 
 def check_contiguous(

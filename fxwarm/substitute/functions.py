@@ -204,17 +204,7 @@ def _gap(reason: str) -> Callable[..., Substitute]:
 
 def _deep_gemm_substitute(library: str, name: str, function: Any) -> Substitute:
     entry = next(e for e in ENTRIES.values() if name in e.names)
-    arguments = _op_arguments(entry.op)
-    if not arguments:
-        return Substitute(
-            library,
-            name,
-            function,
-            positional=entry.positional,
-            optional=frozenset(entry.optional),
-            reason=f"fxwarm has no op for {name}",
-        )
-    optional = frozenset(entry.optional) & frozenset(arguments)
+    optional = frozenset(entry.optional) & frozenset(_op_arguments(entry.op))
     return Substitute(library, name, function, entry.op, entry.positional, optional)
 
 

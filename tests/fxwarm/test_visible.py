@@ -91,7 +91,7 @@ def deep_gemm(monkeypatch, calls, fresh):
 
     def bf16_gemm_nn(a, b, d, c=None, compiled_dims="nk"):
         calls.append("bf16_gemm_nn")
-        d.copy_(a.float() @ b.float())
+        _gemm.dense(a=a, b=b.mT, d=d, c=c)
 
     for function in (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, bf16_gemm_nn):
         setattr(module, function.__name__, function)
@@ -268,14 +268,14 @@ def test_what_no_op_can_express_stays_as_it_is_and_is_a_gap(deep_gemm, calls):
         d = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
         e = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
         deep_gemm.fp8_gemm_nt(per_token_cast_to_fp8(x), (w, sf), d, recipe_a=(1, 128))
-        deep_gemm.bf16_gemm_nn(d, w.new_ones(256, 256).bfloat16(), e)
+        deep_gemm.bf16_gemm_nn(d, w.new_ones(256, 256).bfloat16(), e, c=d.float())
         return d
 
     x, (w, sf) = torch.randn(6, 128), weight()
     shapes = fxwarm.trace(forward, x, w, sf)
     assert [gap.op for gap in shapes.gaps] == ["deep_gemm.fp8_gemm_nt", "deep_gemm.bf16_gemm_nn"]
     assert "has no argument recipe_a" in shapes.gaps[0].reason
-    assert "has no op for bf16_gemm_nn" in shapes.gaps[1].reason
+    assert "give it as bfloat16" in shapes.gaps[1].reason  # c, which d is
     assert "test_visible.py" in shapes.gaps[0].place
     assert not substitute.take_refusals()
 
@@ -486,6 +486,70 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
     assert {gap.op for gap in plan.gaps} == {"fp8_mqa_logits", "fp8_paged_mqa_logits"}
 
 
+_OPTIONS = 'recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False'
+_GROUPED = "a, b, d, grouped_layout, {}use_psum_layout=False, ensure_zero_padding=True"
+FORMS = {
+    **{f"fp8_gemm_{form}": f"a, b, d, c=None, {_OPTIONS}" for form in ("nn", "tn", "tt")},
+    **{f"bf16_gemm_{form}": "a, b, d, c=None, compiled_dims=''" for form in ("nn", "tn", "tt")},
+    "m_grouped_fp8_fp4_gemm_nn_contiguous": _GROUPED.format(f"{_OPTIONS}, "),
+    "m_grouped_bf16_gemm_nn_contiguous": _GROUPED.format("compiled_dims='nk', "),
+    "m_grouped_bf16_gemm_nt_masked": "a, b, d, masked_m, expected_m, compiled_dims='nk'",
+    "fp8_gemm_nt_skip_head_mid": f"a, b, d, head_splits, {_OPTIONS}",
+}
+"""DeepGEMM's parameters at 54e2261."""
+
+
+def test_transposed_masked_and_gapped_gemms_are_seen_and_break_no_graph(
+    deep_gemm, seen, monkeypatch
+):
+    entry_of = {name: entry(deep_gemm, name, parameters) for name, parameters in FORMS.items()}
+    (w, sf), (g, g_sf) = weight(512, 256), weight(512, 256, groups=4)
+    plain, groups = w.bfloat16(), g.bfloat16()
+
+    def forward(x):
+        rows = x.shape[0]
+        a, a_sf = per_token_cast_to_fp8(x)
+        y, d = x.bfloat16(), x.new_zeros(rows, 512, dtype=torch.bfloat16)
+        at, bt = (a.t(), a_sf.t()), (w.t(), sf.t())
+        entry_of["fp8_gemm_nn"]((a, a_sf), bt, d, disable_ue8m0_cast=True)
+        entry_of["fp8_gemm_tn"](at, bt, d)
+        entry_of["fp8_gemm_tt"](at, (w, sf), d)
+        entry_of["bf16_gemm_nn"](y, plain.t(), d, c=d)
+        entry_of["bf16_gemm_tn"](y.t(), plain.t(), d)
+        entry_of["bf16_gemm_tt"](y.t(), plain, d, compiled_dims="nk")
+        ids = x.new_zeros(rows, dtype=torch.int32)
+        pair = g.mT, g_sf.mT
+        entry_of["m_grouped_fp8_fp4_gemm_nn_contiguous"]((a, a_sf), pair, d, ids)
+        entry_of["m_grouped_bf16_gemm_nn_contiguous"](y, groups.mT, d, ids, use_psum_layout=False)
+        counts, out = ids.new_zeros(4), d.new_zeros(4, 64, 512)
+        entry_of["m_grouped_bf16_gemm_nt_masked"](
+            d.new_zeros(4, 64, 256), groups, out, counts, rows
+        )
+        wide = x.new_zeros(rows, 640)
+        entry_of["fp8_gemm_nt_skip_head_mid"]((a, a_sf), (w, sf), wide, (128, 64, 128))
+        return d
+
+    torch.compile(forward, backend=seen, fullgraph=True)(torch.randn(6, 256))
+    # tn and tt have a kernel for each M
+    shapes = fxwarm.trace(forward, torch.randn(6, 256), max_size=64)
+    assert not shapes.gaps, shapes.gaps
+    names = [name.replace("fp8_fp4", "fp8") for name in FORMS]
+    assert ops(seen) == [f"fxwarm.{name}" for name in names]
+    assert [call.op for call in shapes.calls] == names
+    calls = dict(zip(names, shapes.calls, strict=True))
+    assert all(c.symbols[0].upper == 64 for c in shapes.calls)
+    assert calls["bf16_gemm_nn"]["c"] == calls["bf16_gemm_nn"]["d"]
+    assert calls["fp8_gemm_nt_skip_head_mid"].attr("head_splits") == (128, 64, 128)
+    assert calls["fp8_gemm_tn"]["a_sf"].dims[1] == calls["fp8_gemm_tn"]["d"].dims[0]
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    library = {"tokenspeed-deepgemm": "2.5.0.post20260629"}
+    plan = fxwarm.plan(shapes, target=fxwarm.Target.named("h200"), libraries=library)
+    without_model = {"fp8_gemm_nt_skip_head_mid"}  # only the library itself knows its kernels
+    assert {gap.op for gap in plan.gaps} == without_model
+    same = {"fp8_gemm_tt"}  # what it stores as tn does makes tn's kernels
+    assert {p.witness.op for p in plan.planned} == {*names} - without_model - same
+
+
 def test_what_a_step_brings_is_no_weight_although_it_is_an_input(deep_gemm, tile_kernels):
     metadata = entry(
         deep_gemm, "get_paged_mqa_logits_metadata", "context_lens, block_kv, num_sms, indices=None"
@@ -507,16 +571,14 @@ def test_entry_points_without_an_op_are_gaps_and_never_vanish(deep_gemm):
         "fp8_fp4_mqa_logits": "q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, logits_dtype=None",
         "fp8_fp4_mega_moe": "y, l1_weights, l2_weights, sym_buffer",
         "transform_sf_into_required_layout": "sf, mn, k, recipe",
-        "fp8_gemm_nt_skip_head_mid": "a, b, d, head_splits",
     }
-    first, second, third, fourth = (entry(deep_gemm, n, p) for n, p in names.items())
+    first, second, third = (entry(deep_gemm, n, p) for n, p in names.items())
     host = entry(deep_gemm, "get_symm_buffer_for_mega_moe", "group")
 
     def forward(x):
         first((x, x), (x, x), x, x, x)
         second(x, x, x, x)
         third(x, 4, 4, (1, 128, 128))
-        fourth((x, x), (x, x), x, (1, 1, 1))
         host(x)
         return x + 1
 

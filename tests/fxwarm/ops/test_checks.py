@@ -79,6 +79,71 @@ def test_scales_of_another_number_of_groups_show_both_shapes():
         )
 
 
+@pytest.mark.parametrize(
+    ("form", "changed", "shapes"),
+    [
+        ("nn", {"b": meta(256, 7168, dtype=FP8)}, ("[16, 7168]", "[256, 7168]", "[16, 256]")),
+        ("nn", {"b_sf": meta(2, 56, dtype=F32)}, ("[2, 56]", "[7168, 256]", "[56, 2]")),
+        ("tn", {"a": meta(16, 7168, dtype=FP8)}, ("[16, 7168]", "[7168, 256]", "[7168, 7168]")),
+        (
+            "tn",
+            {"a_sf": meta(16, 56, dtype=F32)},
+            ("[16, 56]", "[7168, 16]", "[56, 16]", "(128, 1)"),
+        ),
+        ("tt", {"a": meta(7000, 16, dtype=FP8)}, ("[7000, 16]", "[256, 7168]", "[7168, 16]")),
+        ("tt", {"d": meta(256, 16)}, ("[256, 16]", "[7168, 16]", "[16, 256]")),
+        ("tn", {"b": meta(3, 7168, 256, dtype=FP8)}, ("[3, 7168, 256]", "[K, N]")),
+        ("tt", {"a": meta(7168, dtype=FP8)}, ("[7168]", "[K, M]")),
+    ],
+)
+def test_a_wrong_call_of_a_form_shows_shapes_as_they_are_stored(form, changed, shapes):
+    flip_a, flip_b = form[0] == "t", form[1] == "n"
+
+    def stored(flip: bool, *size: int, dtype: torch.dtype = FP8) -> torch.Tensor:
+        return meta(*(reversed(size) if flip else size), dtype=dtype)
+
+    args = {
+        "a": stored(flip_a, 16, 7168), "a_sf": stored(flip_a, 16, 56, dtype=F32),
+        "b": stored(flip_b, 256, 7168), "b_sf": stored(flip_b, 2, 56, dtype=F32),
+        "d": meta(16, 256),
+    }  # fmt: skip
+    op = getattr(ops, f"fp8_gemm_{form}")
+    op(**args)
+    with pytest.raises(ShapeMismatchError, match=f"fp8_gemm_{form}") as caught:
+        op(**{**args, **changed})
+    for shape in shapes:
+        assert shape in str(caught.value)
+
+
+def test_heads_with_a_gap_must_be_whole_and_as_wide_as_said():
+    a, a_sf, b_sf = meta(16, 512, dtype=FP8), meta(16, 4, dtype=F32), meta(8, 4, dtype=F32)
+    b, op = meta(1024, 512, dtype=FP8), ops.fp8_gemm_nt_skip_head_mid
+    op(a, a_sf, b, b_sf, meta(16, 1280), [128, 64, 128])
+    with pytest.raises(
+        ValueError, match=r"d is bfloat16\[16, 1024\].*\(128, 64, 128\).*\[16, 1280\]"
+    ):
+        op(a, a_sf, b, b_sf, meta(16, 1024), [128, 64, 128])
+    with pytest.raises(ValueError, match="1024 columns are no whole heads of 100 and 128"):
+        op(a, a_sf, b, b_sf, meta(16, 1280), [100, 64, 128])
+    for splits in ([128, 64], [0, 64, 0], [-1, 64, 129]):
+        with pytest.raises(ValueError, match=r"give \(left, mid, right\) columns"):
+            op(a, a_sf, b, b_sf, meta(16, 1280), splits)
+
+
+def test_transposed_groups_and_masks_show_both_shapes():
+    a, b, d = meta(512, 128), meta(8, 128, 256), meta(512, 256)
+    layout = meta(512, dtype=torch.int32)
+    ops.m_grouped_bf16_gemm_nn_contiguous(a, b, d, layout)
+    with pytest.raises(
+        ValueError, match=r"a is bfloat16\[512, 128\].*\[8, 256, 128\].*\[512, 256\]"
+    ):
+        ops.m_grouped_bf16_gemm_nn_contiguous(a, b.mT, d, layout)
+    a, d, counts = meta(8, 64, 256), meta(8, 64, 128), meta(8, dtype=torch.int32)
+    ops.m_grouped_bf16_gemm_nt_masked(a, b, d, counts, 9)
+    with pytest.raises(ValueError, match=r"masked_m is int32\[7\].*\[8, 128, 256\]"):
+        ops.m_grouped_bf16_gemm_nt_masked(a, b, d, counts[:7], 9)
+
+
 @pytest.mark.parametrize("expression", ["bmn,bnk->mk", "bhr,hdr->bdh"])
 def test_an_unknown_einsum_names_the_known_ones(expression):
     with pytest.raises(ValueError, match="bhr,hdr->bhd"):

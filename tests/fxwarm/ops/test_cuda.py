@@ -70,8 +70,40 @@ def calls() -> dict[str, tuple]:
             randn(5, 64, 128, dtype=BF16),
             torch.zeros(128, 64),
         ),
+        **forms(x, x_sf, w, w_sf, d),
+        "bf16_gemm_nn": (y, plain[0].t().contiguous(), d),
+        "bf16_gemm_tn": (y.t().contiguous(), plain[0].t().contiguous(), d),
+        "bf16_gemm_tt": (y.t().contiguous(), plain[0], d),
+        "m_grouped_bf16_gemm_nn_contiguous": (y, plain.mT.contiguous(), d, layout),
+        "m_grouped_fp8_gemm_nn_contiguous": (x, x_sf, g.mT, g_sf.mT, d, layout),
+        "m_grouped_bf16_gemm_nt_masked": (
+            randn(G, m, K, dtype=BF16),
+            plain,
+            torch.zeros(G, m, N, dtype=BF16),
+            counts,
+            130,
+        ),
+        "fp8_gemm_nt_skip_head_mid": (
+            x,
+            x_sf,
+            w,
+            w_sf,
+            torch.zeros(m, 320, dtype=BF16),
+            [128, 64, 128],
+        ),
         **k_grouped(),
         "fp8_mqa_logits": logits(),
+        "fp8_mqa_logits bfloat16": (*logits(), 0, BF16),
+    }
+
+
+def forms(x, x_sf, w, w_sf, d) -> dict[str, tuple]:
+    """The library takes FP8 where K has stride 1: views of what nt takes."""
+    at, bt = (x.t(), x_sf.t()), (w.t(), w_sf.t())
+    return {
+        "fp8_gemm_nn": (x, x_sf, *bt, d),
+        "fp8_gemm_tn": (*at, *bt, d),
+        "fp8_gemm_tt": (*at, w, w_sf, d),
     }
 
 

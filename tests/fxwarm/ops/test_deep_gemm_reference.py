@@ -9,6 +9,7 @@ from fxwarm.ops import _gemm
 from tests.fxwarm.ops.tensors import BF16, F32, close, fp8_blocks, fp8_rows, randn
 
 ops = torch.ops.fxwarm
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,55 @@ def test_bf16_with_and_without_c(dtype):
     assert close(d, a.float() @ b.float().t())
     ops.bf16_gemm_nt(a, b, d, c)
     assert close(d, c + a.float() @ b.float().t())
+
+
+def stored(form: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``[M, K]`` and ``[..., N, K]``, values or scales, as ``form`` has them, in memory of their own."""
+    return (
+        a.t().contiguous() if form[0] == "t" else a,
+        b.mT.contiguous() if form[1] == "n" else b,
+    )
+
+
+@pytest.mark.parametrize("form", ["nn", "tn", "tt"])
+def test_each_form_is_nt_of_what_it_stores_the_other_way_round(form):
+    m, n, k = 70, 300, 384
+    (a, a_sf, x), (b, b_sf, w) = fp8_rows(m, k), fp8_blocks(n, k)
+    (left, right), (left_sf, right_sf) = stored(form, a, b), stored(form, a_sf, b_sf)
+    d = torch.empty(m, n, dtype=BF16)
+    op = getattr(ops, f"fp8_gemm_{form}")
+    op(left, left_sf, right, right_sf, d)
+    assert close(d, x @ w.t())
+    b, b_sf, w = fp8_rows(n, k)
+    (left, right), (left_sf, right_sf) = stored(form, a, b), stored(form, a_sf, b_sf)
+    d, c = torch.empty(m, n), randn(m, n)
+    op(left, left_sf, right, right_sf, d, c, [1, 1, 128])
+    assert close(d, c + x @ w.t(), 1e-5)
+    y, v = randn(m, k, dtype=BF16), randn(n, k, dtype=BF16)
+    op = getattr(ops, f"bf16_gemm_{form}")
+    op(*stored(form, y, v), d, c)
+    assert close(d, c + y.float() @ v.float().t())
+    torch.library.opcheck(op.default, (*stored(form, y, v), d, c), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("psum", [False, True])
+def test_groups_of_transposed_weights_are_the_groups_of_nt(psum):
+    groups, m, n, k = 3, 300, 160, 256
+    ids = torch.tensor([0] * 128 + [2] * 128 + [-1] * 44, dtype=torch.int32)
+    layout = torch.tensor([128, 128, 256], dtype=torch.int32) if psum else ids
+    (a, a_sf, _), (b, b_sf, _) = fp8_rows(m, k), fp8_blocks(groups, n, k)
+    d, wanted = (torch.full((m, n), 7.0, dtype=BF16) for _ in range(2))
+    rest = {"use_psum_layout": psum}
+    ops.m_grouped_fp8_gemm_nt_contiguous(a, a_sf, b, b_sf, wanted, layout, **rest)
+    ops.m_grouped_fp8_gemm_nn_contiguous(a, a_sf, b.mT, b_sf.mT, d, layout, **rest)
+    assert torch.equal(d, wanted)
+    y, v = randn(m, k, dtype=BF16), randn(groups, n, k, dtype=BF16)
+    ops.m_grouped_bf16_gemm_nt_contiguous(y, v, wanted, layout, **rest)
+    args = y, v.mT.contiguous(), d, layout
+    ops.m_grouped_bf16_gemm_nn_contiguous(*args, **rest)
+    assert close(d, wanted)
+    op = ops.m_grouped_bf16_gemm_nn_contiguous.default
+    torch.library.opcheck(op, args, rest, test_utils=CHECKS)
 
 
 def _grouped(ids: list[int], psum: torch.Tensor | None, fp8: bool) -> None:
@@ -114,6 +164,34 @@ def test_only_the_masked_rows_of_a_group_are_written():
     for g, count in enumerate(counts):
         wanted[g, :count] = x[g, :count] @ w[g].t()
     assert close(d, wanted)
+
+
+def test_the_masked_rows_of_bfloat16_groups():
+    groups, m, n, k = 3, 20, 136, 256
+    a, b = randn(groups, m, k, dtype=BF16), randn(groups, n, k, dtype=BF16)
+    d, counts = torch.full((groups, m, n), 7.0, dtype=BF16), [0, 20, 3]
+    args = a, b, d, torch.tensor(counts, dtype=torch.int32), 8
+    ops.m_grouped_bf16_gemm_nt_masked(*args)
+    wanted = torch.full((groups, m, n), 7.0)
+    for g, count in enumerate(counts):
+        wanted[g, :count] = a[g, :count].float() @ b[g].float().t()
+    assert close(d, wanted)
+    torch.library.opcheck(ops.m_grouped_bf16_gemm_nt_masked.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("m", [0, 5])
+def test_the_middle_of_each_head_is_left_as_it_is(m):
+    (left, mid, right), heads, k = (64, 32, 128), 4, 256
+    (a, a_sf, x), (b, b_sf, w) = fp8_rows(m, k), fp8_blocks(heads * (left + right), k)
+    d = torch.full((m, heads * (left + mid + right)), 7.0, dtype=BF16)
+    args = a, a_sf, b, b_sf, d, [left, mid, right]
+    ops.fp8_gemm_nt_skip_head_mid(*args)
+    parts = (x @ w.t()).view(m, heads, left + right)
+    gap = torch.full((m, heads, mid), 7.0)
+    wanted = torch.cat([parts[..., :left], gap, parts[..., left:]], 2).flatten(1)
+    assert close(d, wanted)
+    op = ops.fp8_gemm_nt_skip_head_mid.default
+    torch.library.opcheck(op, args, test_utils=("test_faketensor",))
 
 
 @pytest.mark.parametrize("expr", ["bhr,hdr->bhd", "bhd,hdr->bhr"])

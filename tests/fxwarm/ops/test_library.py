@@ -11,7 +11,7 @@ import torch
 
 from fxwarm import ops
 from fxwarm.exc import LibraryError
-from fxwarm.ops import _library, deep_gemm, flashinfer, mqa_logits
+from fxwarm.ops import _library, deep_gemm, flashinfer, gemm_forms, mqa_logits
 
 x = torch.ones(2, 2)
 
@@ -76,6 +76,39 @@ def test_every_name_that_a_build_exports_will_do(installed, call, names):
     installed("deep_gemm")
     with pytest.raises(LibraryError, match=f"has no {' or '.join(names)}"):
         call()
+
+
+FORMS = {
+    "fp8_gemm_nn": ("fp8_fp4_gemm_nn", (x, x, x, x, x), ((x, x), (x, x), x)),
+    "bf16_gemm_tt": ("", (x, x, x), (x, x, x)),
+    "m_grouped_fp8_gemm_nn_contiguous": (
+        "m_grouped_fp8_fp4_gemm_nn_contiguous", (x, x, x, x, x, x), ((x, x), (x, x), x, x),
+    ),
+    "m_grouped_bf16_gemm_nt_masked": (
+        "bf16_m_grouped_gemm_nt_masked", (x, x, x, x, 7), (x, x, x, x, 7),
+    ),
+    "fp8_gemm_nt_skip_head_mid": ("", (x, x, x, x, x, [1, 2, 3]), ((x, x), (x, x), x, (1, 2, 3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_defined_from_a_schema_is_called_as_the_library_has_it(installed, name):
+    other, given, wanted = FORMS[name]
+    schema = str(getattr(torch.ops.fxwarm, name).default._schema).removeprefix("fxwarm::")
+    call = gemm_forms._call_by_schema(
+        _library.Function("deep_gemm", *filter(None, (name, other))), schema
+    )
+    more = {"compiled_dims": "mn"} | ({"recipe": [1, 1, 128]} if "fp8" in name else {})
+    for spelling in filter(None, (name, other)):
+        calls, function = recorder("recipe", "compiled_dims")
+        installed("deep_gemm", **{spelling: function})
+        call(*given)
+        call(*given, **more)
+        assert calls[0] == (wanted, {})
+        assert calls[1] == (
+            wanted,
+            {n: (1, 1, 128) if n == "recipe" else v for n, v in more.items()},
+        )
 
 
 def test_an_argument_that_an_old_build_lacks_is_named(installed):

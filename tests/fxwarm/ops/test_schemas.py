@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import fxwarm.ops
+from fxwarm.families.deep_gemm.entries import ENTRIES
 from fxwarm.ops import _define
 
 DEEP_GEMM = (
@@ -24,6 +25,18 @@ DEEP_GEMM = (
 )
 K_GROUPED = tuple(
     f"k_grouped_{kind}_contiguous" for kind in ("fp8_gemm_nt", "fp8_gemm_tn", "bf16_gemm_tn")
+)
+FORMS = (
+    "fp8_gemm_nn",
+    "fp8_gemm_tn",
+    "fp8_gemm_tt",
+    "bf16_gemm_nn",
+    "bf16_gemm_tn",
+    "bf16_gemm_tt",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
+    "fp8_gemm_nt_skip_head_mid",
 )
 LOGITS = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata")
 TILE_KERNELS = (
@@ -63,6 +76,27 @@ einsum(str expr, Tensor a, Tensor b, Tensor(d!) d, Tensor? c=None, bool use_cubl
 fp8_einsum(str expr, Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d, Tensor? c=None, int[]? recipe=None) -> ()
 tf32_hc_prenorm_gemm(Tensor a, Tensor b, Tensor(d!) d, Tensor(s!) sqr_sum, SymInt? num_splits=None) -> ()""",
     )
+
+
+def test_each_form_of_a_gemm_has_the_arguments_of_nt():
+    nt = _schemas(("fp8_gemm_nt", "bf16_gemm_nt")).split("\n")
+    forms = _schemas(FORMS[:6]).split("\n")
+    assert {s.replace(f[-2:], "nt", 1) for s, f in zip(forms, FORMS, strict=False)} == set(nt)
+    assert_expected_inline(
+        _schemas(FORMS[6:]),
+        """\
+m_grouped_fp8_gemm_nn_contiguous(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d, Tensor grouped_layout, int[]? recipe=None, str? compiled_dims=None, bool disable_ue8m0_cast=False, bool use_psum_layout=False) -> ()
+m_grouped_bf16_gemm_nn_contiguous(Tensor a, Tensor b, Tensor(d!) d, Tensor grouped_layout, str? compiled_dims=None, bool use_psum_layout=False) -> ()
+m_grouped_bf16_gemm_nt_masked(Tensor a, Tensor b, Tensor(d!) d, Tensor masked_m, SymInt expected_m, str? compiled_dims=None) -> ()
+fp8_gemm_nt_skip_head_mid(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d, int[] head_splits, int[]? recipe=None, str? compiled_dims=None, bool disable_ue8m0_cast=False) -> ()""",
+    )
+
+
+def test_every_entry_point_has_an_op_with_its_tensors():
+    for entry in ENTRIES.values():
+        schema = getattr(torch.ops.fxwarm, entry.op).default._schema
+        required = {a.name for a in schema.arguments if not a.has_default_value()}
+        assert required == {name for part in entry.positional for name in part.split(",")}
 
 
 def test_flashinfer_ops_hold_all_that_enters_the_tuners_key():
@@ -112,7 +146,7 @@ expand_to_mhc(Tensor hidden, int mhc_mult) -> Tensor""",
     )
 
 
-@pytest.mark.parametrize("name", DEEP_GEMM + FLASHINFER + K_GROUPED + LOGITS + TILE_KERNELS)
+@pytest.mark.parametrize("name", DEEP_GEMM + FORMS + FLASHINFER + K_GROUPED + LOGITS + TILE_KERNELS)
 def test_every_op_keeps_the_strides_of_its_arguments(name):
     assert torch.Tag.needs_exact_strides in getattr(torch.ops.fxwarm, name).default.tags
 
@@ -127,7 +161,7 @@ def call():
     a, w, d = (torch.ones(4, 4, dtype=torch.bfloat16) for _ in range(3))
     torch.ops.fxwarm.bf16_gemm_nt(a, w, d)
     return d.unique().tolist()
-for name in ("_define", "deep_gemm", "flashinfer"):
+for name in ("_define", "deep_gemm", "gemm_forms", "flashinfer"):
     importlib.reload(importlib.import_module("fxwarm.ops." + name))
 print(call())
 for name in [m for m in sys.modules if m.startswith("fxwarm")]:

@@ -304,6 +304,39 @@ def test_the_dtype_of_logits_reaches_the_function_that_is_told_one(op, tensors):
         one("fxwarm", op, **tensors, logits_dtype="float16")
 
 
+def test_head_splits_reach_the_library_as_a_tuple():
+    heads = {"b": SymTensor(FP8, (512, K)), "b_sf": SymTensor(F32, (4, K // 128))}
+    wide = {**PLAIN, **heads, "d": SymTensor(BF16, (M, 640)), "head_splits": (128, 64, 128)}
+    call = one("fxwarm", "fp8_gemm_nt_skip_head_mid", **wide, recipe=None, compiled_dims="mn")
+    library = Recording("fp8_gemm_nt_skip_head_mid")
+    asked(call, library)
+    for _, (a, b, d, splits), options in library.calls:
+        assert (a[0].shape, b[0].shape, d.shape) == ((M, K), (512, K), (M, 640))
+        assert splits == (128, 64, 128)
+        assert options == {"compiled_dims": "mn"}
+    assert len(library.calls) == 2
+
+
+@pytest.mark.parametrize("form", ["nn", "tn", "tt"])
+def test_operands_of_a_form_keep_their_strides_up_to_the_library(form):
+    def stored(dtype: str, size: tuple[int, int], flip: bool) -> SymTensor:
+        first, second = size
+        return SymTensor(dtype, (second, first), (1, second)) if flip else SymTensor(dtype, size)
+
+    flip_a, flip_b = form[0] == "t", form[1] == "n"
+    tensors = {
+        "a": stored(FP8, (M, K), flip_a), "a_sf": stored(F32, (M, K // 128), flip_a),
+        "b": stored(FP8, (N, K), flip_b), "b_sf": stored(F32, (17, K // 128), flip_b), "d": D,
+    }  # fmt: skip
+    library = Recording(f"fp8_fp4_gemm_{form}")
+    asked(one("fxwarm", f"fp8_gemm_{form}", **tensors, **QUIET), library)
+    for _, ((a, _), (b, _), _), options in library.calls:
+        assert (a.shape, a.stride()) == (((K, M), (1, K)) if flip_a else ((M, K), (K, 1)))
+        assert (b.shape, b.stride()) == (((K, N), (1, K)) if flip_b else ((N, K), (K, 1)))
+        assert options == {}
+    assert len(library.calls) == 2
+
+
 def test_logits_of_any_size_are_asked_once():
     def tensor(dtype: str, *dims: Dim) -> TensorSpec:
         return TensorSpec(dtype, dims)
