@@ -1,4 +1,4 @@
-"""Kernel calls that Dynamo's graph does not show: those of the backward graph, and of ops that AOTAutograd decomposes.
+"""What Dynamo's graph does not show: calls of the backward graph, of ops that AOTAutograd decomposes, cuDNN's attention.
 
 Inductor's inner compile sees them, but only on a miss of AOTAutograd's cache. So what it saw is kept under the AOT key,
 and a hit finds it there; a hit that should have had something and finds nothing is a gap.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxwarm import store
+from fxwarm.attention import find_cudnn_attention
 from fxwarm.family import load_families
 from fxwarm.options import Options
 from passes.records import Gap, ShapeSet
@@ -84,7 +85,8 @@ class AfterDynamo:
             shown = {(c.family, c.op) for c in self._seen.calls}
             kept = [(c, s) for c, s in found.items() if (c.family, c.op) not in shown]
             found = ShapeSet(calls=tuple(c for c, _ in kept), sites=tuple(s for _, s in kept))
-        found = found - self._seen - self.shapes
+        gaps = (*found.gaps, *find_cudnn_attention(gm))
+        found = ShapeSet(calls=found.calls, sites=found.sites, gaps=gaps) - self._seen - self.shapes
         self.shapes = self.shapes | ShapeSet(calls=found.calls, sites=found.sites, gaps=found.gaps)
         if self._late:
             self._keep()
