@@ -118,7 +118,9 @@ def _bundle(home: Any) -> Any:
     given = {
         "fp8_fp4_matmul": _linear,
         "grouped_fp8_fp4_matmul_nt": _grouped,
+        "grouped_fp8_fp4_matmul_nn": _grouped_nn,
         "grouped_bf16_matmul_nt": _grouped_bf16,
+        "grouped_bf16_matmul_nn": _grouped_bf16_nn,
         "per_token_cast_to_fp8": _cast,
         "m_alignment": ALIGNMENT,
     }
@@ -139,10 +141,26 @@ def _grouped(  # noqa: PLR0917 (the library's order)
     )
 
 
+def _grouped_nn(  # noqa: PLR0917 (the library's order)
+    a: Pair, b: Pair, d: Tensor, layout: Tensor, recipe: Any = None, use_psum_layout: bool = False
+) -> None:
+    torch.ops.fxwarm.m_grouped_fp8_gemm_nn_contiguous(
+        a[0], a[1], b[0], b[1], d, layout, recipe=recipe, use_psum_layout=use_psum_layout
+    )
+
+
 def _grouped_bf16(
     a: Tensor, b: Tensor, d: Tensor, layout: Tensor, use_psum_layout: bool = False
 ) -> None:
     torch.ops.fxwarm.m_grouped_bf16_gemm_nt_contiguous(
+        a, b, d, layout, use_psum_layout=use_psum_layout
+    )
+
+
+def _grouped_bf16_nn(
+    a: Tensor, b: Tensor, d: Tensor, layout: Tensor, use_psum_layout: bool = False
+) -> None:
+    torch.ops.fxwarm.m_grouped_bf16_gemm_nn_contiguous(
         a, b, d, layout, use_psum_layout=use_psum_layout
     )
 

@@ -4,8 +4,9 @@
 
 In fresh processes: fxwarm cold (trace, plan, build, load), then every token count 1..8192 through both ops, which must
 compile and elaborate nothing, and numerics against float64; a warm start on the same caches; then cold and warm for the
-kernels of each library alone, so that planning, import, build and load of each are seen; then the first call under
-torch.compile, cold and warm. ``--without`` also times the first call of each number of splits as it is without fxwarm:
+kernels of each library alone, so that planning, import, build and load of each are seen; then the first call of one layer
+under torch.compile, cold and warm. Builds are timed from the plan on: what imports TileLang for them, 7 s in another
+process, runs beside the trace of a model's 61 layers, 10 s. ``--without`` also times the first call of each number of splits as it is without fxwarm:
 about three minutes of compilers. Needs torch, fxwarm's dependencies, DeepGEMM, TileLang and TileKernels on PYTHONPATH;
 no pytest.
 """
@@ -383,7 +384,8 @@ def spawn(args: argparse.Namespace, phase: str, folder: Path, family: str = "") 
     }
     command = [sys.executable, __file__, "--phase", phase, "--answer", str(answer)]
     command += ["--hidden", str(args.hidden), "--jobs", str(args.jobs), "--family", family]
-    command += ["--layers", str(args.layers)]
+    # behind the trace of a warm start nothing is hidden
+    command += ["--layers", str(args.layers if phase == "cold" else 1)]
     begin = time.perf_counter()
     done = subprocess.run(command, env=environ, check=False, timeout=args.limit)
     if not answer.exists():
@@ -429,6 +431,7 @@ def main() -> int:
     parser.add_argument(
         "--without", action="store_true", help="also the first calls without fxwarm"
     )
+    parser.add_argument("--brief", action="store_true", help="leave out DeepGEMM's kernels alone")
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--family", default="", help=argparse.SUPPRESS)
@@ -445,7 +448,7 @@ def main() -> int:
         cold = spawn(args, "cold", Path(folder))
         again = spawn(args, "warm", Path(folder))
     result["alone"] = {}
-    for family in ("tilelang", "deep_gemm"):
+    for family in ("tilelang", "deep_gemm")[: 1 if args.brief else 2]:
         with tempfile.TemporaryDirectory() as folder:
             phases = [spawn(args, phase, Path(folder), family) for phase in ("cold", "warm")]
         result["alone"][family] = dict(zip(("cold", "warm"), phases, strict=True))
