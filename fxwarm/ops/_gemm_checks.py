@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxwarm.exc import ShapeMismatchError
+from fxwarm.families.deep_gemm.entries import unsummed
 from fxwarm.ops._checks import Size, check_dtype, check_rank, check_shape, describe
 from fxwarm.ops.scales import FP8, scale_recipe, scale_shape
 
@@ -169,6 +170,14 @@ def _check_sum(op: str, *, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) ->
     check_dtype(op, "d", d, _OUT)
     check_shape(op, "d", d, [m, n], f"a = {describe(a)} with b = {describe(b)}")
     _check_c(op, c, d, ())
+    check_sum_target(op, d, c)
+
+
+def check_sum_target(op: str, d: Tensor, c: Tensor | None) -> None:
+    """Raise ShapeMismatchError for a sum over the batch that the library would crash on."""
+    reason = unsummed(_SUM, str(d.dtype).removeprefix("torch."), c is not None)
+    if reason:
+        raise ShapeMismatchError(f"{op}: {reason}")
 
 
 def check_prenorm(

@@ -220,6 +220,8 @@ def _call_einsum(
     c: Tensor | None = None,
     use_cublaslt: bool = False,
 ) -> None:
+    if expr == "bmk,bnk->mn":
+        _gemm_checks.check_sum_target("einsum", d, c)
     _einsum(expr, a, b, d, c=c, use_cublaslt=use_cublaslt)
 
 

@@ -456,7 +456,8 @@ def test_attention_and_weight_gradient_calls_are_seen_in_both_builds_words(deep_
         a, b = (x.new_zeros(384 * n).to(torch.float8_e4m3fn) for n in (256, 128))
         fp8((a, x.new_ones(256, 3)), (b, x.new_ones(128, 3)), d, [128, 256], sizes, c=d)
         y = x.bfloat16().view(rows, 64, 64)
-        total("bmk,bnk->mn", y, y, x.new_zeros(64, 64))
+        sums = x.new_zeros(64, 64)
+        total("bmk,bnk->mn", y, y, sums, c=sums)
         return out
 
     shapes = fxwarm.trace(forward, torch.randn(6, 4096, device="meta"))

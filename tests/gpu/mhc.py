@@ -163,8 +163,8 @@ class Counters:
 def warm(hidden: int, jobs: int, family: str, layers: int) -> dict[str, Any]:
     """Trace and warm the kernels of ``family``, or of both; return what it took.
 
-    As behind ``torch.compile`` the model is traced twice, and what asks and builds starts, and imports, when the backend
-    has seen the first trace. The libraries are imported here before the builds, so that import, build and load are told
+    Behind ``torch.compile`` the model is traced twice, and what asks and builds starts, and imports, when the backend has
+    seen the first trace: here the first has one layer, the second all. The libraries are imported here before the builds, so that import, build and load are told
     apart. One family is planned, then built; both are planned and built at once.
     """
     import torch
@@ -178,7 +178,8 @@ def warm(hidden: int, jobs: int, family: str, layers: int) -> dict[str, Any]:
     with torch.device("meta"):
         model = make_model(hidden, layers)
         residual = torch.empty(16, MULT, hidden, dtype=torch.bfloat16)
-    shapes = fxwarm.trace(model, residual, max_size=TOKENS)
+        one = make_model(hidden, 1)  # has all the shapes
+    shapes = fxwarm.trace(one, residual, max_size=TOKENS)
     if family:
         shapes = only(shapes, family)
     planner.prepare(shapes, Target.current())
@@ -431,7 +432,9 @@ def main() -> int:
     parser.add_argument(
         "--without", action="store_true", help="also the first calls without fxwarm"
     )
-    parser.add_argument("--brief", action="store_true", help="leave out DeepGEMM's kernels alone")
+    parser.add_argument(
+        "--brief", action="store_true", help="leave out DeepGEMM's kernels alone and torch.compile"
+    )
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--family", default="", help=argparse.SUPPRESS)
@@ -453,7 +456,7 @@ def main() -> int:
             phases = [spawn(args, phase, Path(folder), family) for phase in ("cold", "warm")]
         result["alone"][family] = dict(zip(("cold", "warm"), phases, strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        for phase in ("compile cold", "compile warm"):
+        for phase in () if args.brief else ("compile cold", "compile warm"):
             result[phase] = spawn(args, phase, Path(folder))
     if args.without:
         with tempfile.TemporaryDirectory() as folder:

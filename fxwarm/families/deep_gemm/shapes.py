@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fxwarm import exc
+from fxwarm.families.deep_gemm.entries import unsummed
 
 if TYPE_CHECKING:
     from passes.calls import SymTensor
@@ -114,6 +115,9 @@ def check(
     if dtype not in _LOGITS:
         known = " or ".join(_LOGITS)
         raise exc.ShapeMismatchError(f"{op}: logits_dtype is {dtype!r}; the library writes {known}")
+    reason = unsummed(str(attrs.get("expr", "")), dtypes.get("d", ""), "c" in tensors)
+    if reason:
+        raise exc.ShapeMismatchError(f"{op}: {reason}")
     where = form(op, attrs)
     if where is None:
         return

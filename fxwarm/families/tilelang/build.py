@@ -29,8 +29,10 @@ START = 120.0
 IDLE = 300.0
 """Seconds after which a server that was started ahead, and got no task, is ended: a large model is traced in 50 s."""
 
-_OTHERS = ("MAX_JOBS", "TORCHINDUCTOR_", "TRITON_", "DG_", "DJ_")
+_OTHERS = ("CUDA_MODULE_LOADING", "MAX_JOBS", "TORCHINDUCTOR_", "TRITON_", "DG_", "DJ_")
 """Beginnings of variables that no TileLang build reads, and that others set while they work."""
+_BY_IMPORT = ("TVM_LIBRARY_PATH", "TL_CUTLASS_PATH", "TL_TEMPLATE_PATH")
+"""Variables that the import of TileLang sets, in a server as in its parent."""
 
 _ahead: queue.SimpleQueue[_Server] = queue.SimpleQueue()
 """At most one server that imports, or has imported, and waits for tasks."""
@@ -144,7 +146,10 @@ class _Server:
 
     def is_current(self) -> bool:
         """Whether it still runs, under the environment of this moment: cache folders are in it."""
-        return self._process.poll() is None and self._environ == _environ()
+        here, there = _environ(), self._environ
+        # what its own import set is no difference; a path that was the user's already is
+        same = {n: v for n, v in here.items() if n in there or n not in _BY_IMPORT} == there
+        return self._process.poll() is None and same
 
     def feed(self, tasks: list[Task], jobs: int) -> None:
         """Hand out each task when there is a slot for it."""
@@ -213,8 +218,9 @@ class _Server:
 
 
 def _environ() -> dict[str, str]:
-    """Return the environment as far as a build can depend on it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
+    """Return the environment as far as a build can depend on it; the server gets ``sys.path`` in its own way."""
+    known = (*_OTHERS, "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(known)}
 
 
 def _start(errors: int) -> subprocess.Popen[bytes]:

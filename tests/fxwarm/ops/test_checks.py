@@ -150,6 +150,15 @@ def test_an_unknown_einsum_names_the_known_ones(expression):
         ops.einsum(expression, meta(2, 4, 8), meta(4, 16, 8), meta(2, 4, 16))
 
 
+def test_a_float32_sum_without_c_is_refused_since_the_library_would_crash():
+    a, b = meta(5, 128, 64), meta(5, 64, 64)
+    sums = meta(128, 64, dtype=torch.float32)
+    with pytest.raises(ShapeMismatchError, match="pass it as c as well"):
+        ops.einsum("bmk,bnk->mn", a, b, sums)
+    ops.einsum("bmk,bnk->mn", a, b, sums, sums)
+    ops.einsum("bmk,bnk->mn", a, b, meta(128, 64))
+
+
 def test_the_scales_of_an_einsum_follow_its_letters():
     b, b_sf = meta(8, 1024, 4096, dtype=FP8), meta(8, 8, 32, dtype=F32)
     for expression, k, n in (("bhr,hdr->bhd", 4096, 1024), ("bhd,hdr->bhr", 1024, 4096)):

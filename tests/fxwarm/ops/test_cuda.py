@@ -34,7 +34,7 @@ def calls() -> dict[str, tuple]:
     counts = torch.tensor([3, m], dtype=torch.int32)
     heads, heads_sf, _ = fp8_rows(m, 8, K)
     h, h_sf, _ = fp8_blocks(8, N, K)
-    wide = torch.zeros(m, 8, N, dtype=BF16)
+    wide, sums = torch.zeros(m, 8, N, dtype=BF16), torch.zeros(128, 64)
     mixed = randn(m, 8, K, dtype=BF16), randn(8, N, K, dtype=BF16)
     plain_nt = "m_grouped_bf16_gemm_nt_contiguous"
     fp8_nt = "m_grouped_fp8_gemm_nt_contiguous"
@@ -68,7 +68,8 @@ def calls() -> dict[str, tuple]:
             "bmk,bnk->mn",
             randn(5, 128, 128, dtype=BF16),
             randn(5, 64, 128, dtype=BF16),
-            torch.zeros(128, 64),
+            sums,
+            sums,
         ),
         **forms(x, x_sf, w, w_sf, d),
         "bf16_gemm_nn": (y, plain[0].t().contiguous(), d),

@@ -243,3 +243,13 @@ def test_loading_twice_builds_nothing(fake, toolkit, monkeypatch):
     assert not [x.error for x in family.load(planned, H200, nothing) if x.error]
     assert runs_of(home) == runs
     assert np.all([len(p.key.template) > 0 for p in planned])
+
+
+def test_each_sequence_of_a_schedule_has_a_key():
+    """Of none at all the kernel of sgl-deep-gemm 0.1.5.post1 reads beyond its sums, where the batch is a multiple of 32."""
+    lens = TensorSpec("int32", (Dim.static(64), Dim.static(1)), ("1", "1"))
+    attrs = (("block_kv", 64), ("num_sms", 132))
+    call = KernelCall(
+        "deep_gemm", "get_paged_mqa_logits_metadata", (("context_lens", lens),), attrs
+    )
+    assert inputs.arguments(call, CPU)["context_lens"].tolist() == [[1]] * 64

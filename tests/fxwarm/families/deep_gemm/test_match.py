@@ -14,7 +14,7 @@ from fxwarm.families.deep_gemm import inputs
 from fxwarm.families.deep_gemm.buffers import Buffers, Call
 from fxwarm.families.deep_gemm.entries import OF_DTYPE, invoke
 from fxwarm.families.deep_gemm.match import match
-from fxwarm.families.deep_gemm.shapes import unify
+from fxwarm.families.deep_gemm.shapes import check, unify
 from fxwarm.families.deep_gemm.sweep import make_sweep
 from passes.calls import SymTensor
 from passes.flatten import OpCall
@@ -243,6 +243,15 @@ def test_c_that_is_d_stays_equal_to_it():
         {"expr": "bmk,bnk->mn"},
     )
     assert same["d"] == same["c"] == SymTensor(F32, (128, 256), (264, 1))
+
+
+def test_a_float32_sum_without_c_contradicts_itself():
+    shapes = {"a": (5, 128, 64), "b": (5, 64, 64), "d": (128, 64)}
+    attrs, dtypes = {"expr": "bmk, bnk -> mn"}, {"d": "float32"}
+    with pytest.raises(exc.ShapeMismatchError, match="without c the library crashes"):
+        check("einsum", shapes, dtypes, attrs)
+    check("einsum", {**shapes, "c": (128, 64)}, dtypes, attrs)
+    check("einsum", shapes, {"d": "bfloat16"}, attrs)
 
 
 LOGITS = {

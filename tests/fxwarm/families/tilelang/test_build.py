@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +64,10 @@ def forget() -> None:
     compiled._believed.clear()
     for store in cache._dispatch_map.values():
         store._memory_cache.clear()
-    for factory in factories._factories.values():
+    for path, factory in [*factories._factories.items()]:
+        if not hasattr(factory, "_kernel_cache"):  # another test's stand-in
+            del factories._factories[path]
+            continue
         factory._kernel_cache.clear()
         factory._call_form_cache.clear()
         factory.func.p1_cache.clear()
@@ -99,6 +104,30 @@ def test_a_server_that_was_started_ahead_builds_and_one_of_another_environment_d
         assert not ahead.is_current()
     finally:
         build_module._end_ahead()
+
+
+def test_the_parents_own_import_of_tilelang_leaves_the_server_current(fresh, monkeypatch):
+    for name in build_module._BY_IMPORT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TL_TEMPLATE_PATH", "mine")
+    server = build_module._Server()
+    try:
+        monkeypatch.setenv("PYTHONPATH", "what TileLang adds for its own children")
+        monkeypatch.setenv("TVM_LIBRARY_PATH", "of the import")
+        monkeypatch.setenv("TL_CUTLASS_PATH", "of the import")
+        assert server.is_current()
+        monkeypatch.setenv("TL_TEMPLATE_PATH", "another of mine")
+        assert not server.is_current()
+    finally:
+        server.end()
+
+
+def test_importing_tilelang_sets_no_other_variable():
+    code = "import os, torch; a = dict(os.environ); import tilelang; print(*(os.environ.items() - a.items()))"
+    environ = {n: v for n, v in os.environ.items() if n not in build_module._BY_IMPORT}
+    out = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
+    names = set(re.findall(r"\('(\w+)', ", out.splitlines()[-1]))
+    assert names <= {*build_module._BY_IMPORT, "PYTHONPATH"}
 
 
 @pytest.mark.parametrize(
