@@ -17,8 +17,8 @@ from passes.records import Gap
 _OP = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _REASON = (
     "cuDNN plans attention anew for each shape that it has not seen (70 ms on an H200, 0.9 s where it also compiles), "
-    "which no warmup covers; torch.backends.cuda.enable_cudnn_sdp(False) before the model is compiled chooses flash "
-    "attention, whose kernels come compiled with torch"
+    "which no warmup covers; torch.backends.cuda.enable_cudnn_sdp(False) before the model is compiled chooses torch's own "
+    "kernels, which come compiled; long prompts may take longer with them"
 )
 
 

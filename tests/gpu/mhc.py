@@ -444,8 +444,10 @@ def main() -> int:
         return 0
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": f"python tests/gpu/mhc.py --hidden {args.hidden} --jobs {args.jobs}",
+        "command": f"python tests/gpu/mhc.py --hidden {args.hidden} --jobs {args.jobs}"
+        + " --brief" * args.brief,
         "hidden": args.hidden,
+        "layers": args.layers,
     }
     with tempfile.TemporaryDirectory() as folder:
         cold = spawn(args, "cold", Path(folder))

@@ -167,3 +167,30 @@ def test_an_op_is_the_librarys_call_bit_for_bit():
     compiled = torch.zeros_like(d)
     torch.compile(lambda out: ops.fp8_gemm_nt(x, x_sf, w, w_sf, out), fullgraph=True)(compiled)
     assert torch.equal(compiled, direct)
+
+
+def test_paged_logits_and_their_schedule_are_warm_and_the_librarys_bit_for_bit():
+    import deep_gemm
+
+    import fxwarm
+    from fxwarm.backend import fxwarm as backend
+
+    def schedule(lens):
+        return deep_gemm.get_paged_mqa_logits_metadata(lens, 64, deep_gemm.get_num_sms())
+
+    def score(q, cache, weights, lens, table, meta):
+        paged = deep_gemm.fp8_paged_mqa_logits
+        return paged(q, cache, weights, lens, table, meta, 1024, clean_logits=False)
+
+    batch = 256  # a multiple of 32, where the schedule's kernel has no room to spare
+    lens = torch.randint(300, 600, (batch, 1), dtype=torch.int32).cuda()
+    meta = torch.compile(schedule, backend=backend, dynamic=False)(lens)
+    assert torch.equal(meta, schedule(lens))
+    q = randn(batch, 1, 64, 128).to(torch.float8_e4m3fn).cuda()
+    cache = torch.zeros(4096, 64, 1, 132, dtype=torch.uint8, device="cuda")
+    table = torch.randint(0, 4096, (batch, 16), dtype=torch.int32).cuda()
+    args = q, cache, randn(batch, 64).cuda(), lens, table, meta
+    out = torch.compile(score, backend=backend, dynamic=False)(*args)
+    assert torch.equal(out[:, :300], score(*args)[:, :300])
+    reports = fxwarm.reports()[-2:]
+    assert [(r.status, len(r.loaded), r.gaps) for r in reports] == [("complete", 1, ())] * 2
