@@ -29,9 +29,19 @@ class AfterDynamo:
     """What the inner compile of one graph showed beyond ``seen``, the shapes of Dynamo's graph."""
 
     def __init__(
-        self, seen: ShapeSet, options: Options, keys: GraphKeys, warm: Callable[[ShapeSet], None]
+        self,
+        seen: ShapeSet,
+        options: Options,
+        keys: GraphKeys,
+        warm: Callable[[ShapeSet], None],
+        *,
+        attends: bool = False,
     ) -> None:
-        """``warm`` is called with what a backward shows that is compiled late, when it first runs."""
+        """``warm`` is called with what a backward shows that is compiled late, when it first runs.
+
+        ``attends`` says that Dynamo's graph has attention, which may be cuDNN's.
+        """
+        self._attends = attends
         self.shapes = ShapeSet()
         self._seen, self._options, self._keys, self._warm = seen, options, keys, warm
         self._ran = self._late = False
@@ -64,6 +74,8 @@ class AfterDynamo:
         hidden = [u.op for u in self._seen.unknown if _decomposes(u.op)]
         if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in inputs):
             hidden.append("backward")
+        if self._attends:
+            hidden.append("scaled_dot_product_attention")
         reason = (
             "it came compiled from torch's cache, which fxwarm did not see filled, so its kernels are not known; "
             "clear that cache, or call under torch.no_grad() where no gradient is needed"

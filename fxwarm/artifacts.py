@@ -146,8 +146,14 @@ class WarmCallable(_Base):
         """Return the parcel of this callable as JSON bytes."""
         self.warmup.wait()
         shapes, plan = self.warmup.shapes, self.warmup.plan
-        if self.after is not None:  # united, they have another plan
-            shapes, plan = shapes | self.after.warmup.shapes, None
+        if self.after is not None:
+            beyond = self.after.warmup.shapes
+            shapes |= beyond
+            if beyond.calls or plan is None:
+                plan = None  # more calls have another plan
+            else:
+                gaps = tuple(dict.fromkeys((*plan.gaps, *beyond.gaps)))
+                plan = msgspec.structs.replace(plan, shapes=shapes, gaps=gaps)
         index = {call: i for i, call in enumerate(shapes.calls)}
         weights = tuple(
             (index[call], tuple(places.items()))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fxwarm import graph_key, planner, receipts, substitute, symbolic
+from fxwarm import attention, graph_key, planner, receipts, substitute, symbolic
 from fxwarm.after import AfterDynamo
 from fxwarm.artifacts import (
     WarmCallable,
@@ -78,7 +78,11 @@ def fxwarm(
     begin_builds = _no_builds if settings.when == "manual" else warmup.start
     with graph_key.watch(begin_builds, _digest(gm)) as keys:
         after = AfterDynamo(
-            collected.shapes, settings, keys, lambda found: _warm_late(found, warmup)
+            collected.shapes,
+            settings,
+            keys,
+            lambda found: _warm_late(found, warmup),
+            attends=attention.attends(gm),
         )
         inner = _inductor(gm, example_inputs, patches, keys, after)
     warmup.graph_key = keys.best

@@ -30,10 +30,10 @@ T = TypeVar("T", Built, Loaded)
 class Builds:
     """What one warmup builds, and what it found built."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.target: Target | None = None
-        self.device: torch.device | None = None
+    def __init__(
+        self, options: Options, target: Target | None = None, device: torch.device | None = None
+    ) -> None:
+        self.options, self.target, self.device = options, target, device
         self.built: list[Built] = []
         self.found: list[CompileKey] = []
         self.seconds = 0.0

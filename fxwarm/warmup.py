@@ -92,12 +92,10 @@ class Warmup:
         ``plan`` is run as it is. ``offered`` came with a saved model: it is used if it fits what is installed here.
         """
         self.shapes, self.options, self.graph_key = shapes, options, graph_key
-        self.device, self.target = device, target
         self.plan, self.offered = plan, offered
         self.libraries: Mapping[str, str] = {}
         self.report: WarmReport | None = None
-        self._builds = Builds(options)
-        self._builds.target, self._builds.device = target, device
+        self._builds = Builds(options, target, device)
         self._absent: dict[str, str] = {}
         self._error: BaseException | None = None
         self.is_stored = False
@@ -108,17 +106,26 @@ class Warmup:
         _alive.add(self)
 
     @property
+    def device(self) -> torch.device | None:
+        """The device to be warm on, None until it is known."""
+        return self._builds.device
+
+    @property
+    def target(self) -> Target | None:
+        """What the kernels are for, None until the device is known."""
+        return self._builds.target
+
+    @property
     def is_warm(self) -> bool:
         """Whether ``finish`` has run."""
         return self.report is not None
 
     def settle(self, args: tuple[Any, ...]) -> None:
         """Take the device from ``args`` where it is not known yet."""
-        if self.device is None:
-            self.device = device_of(args)
-        if self.target is None:
-            self.target = Target.current(self.device)
-        self._builds.target, self._builds.device = self.target, self.device
+        if self._builds.device is None:
+            self._builds.device = device_of(args)
+        if self._builds.target is None:
+            self._builds.target = Target.current(self._builds.device)
 
     def start(self, graph_key: str = "") -> None:
         """Begin to plan and build in the background. A second call does nothing."""

@@ -170,12 +170,12 @@ def _check_sum(op: str, *, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) ->
     check_dtype(op, "d", d, _OUT)
     check_shape(op, "d", d, [m, n], f"a = {describe(a)} with b = {describe(b)}")
     _check_c(op, c, d, ())
-    check_sum_target(op, d, c)
+    check_sum_target(op, _SUM, d, c)
 
 
-def check_sum_target(op: str, d: Tensor, c: Tensor | None) -> None:
+def check_sum_target(op: str, expr: str, d: Tensor, c: Tensor | None) -> None:
     """Raise ShapeMismatchError for a sum over the batch that the library would crash on."""
-    reason = unsummed(_SUM, str(d.dtype).removeprefix("torch."), c is not None)
+    reason = unsummed(expr, str(d.dtype).removeprefix("torch."), c is not None)
     if reason:
         raise ShapeMismatchError(f"{op}: {reason}")
 

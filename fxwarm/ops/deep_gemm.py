@@ -21,15 +21,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fxwarm.ops import _gemm, _gemm_checks
 from fxwarm.ops._define import define_op
 from fxwarm.ops._library import Function
+from fxwarm.ops._schemas import FP8_OPTIONS, PLAIN, SCALED
 
-_SCALED = "Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d"
-_PLAIN = "Tensor a, Tensor b, Tensor(d!) d"
-_FP8 = "int[]? recipe=None, str? compiled_dims=None, bool disable_ue8m0_cast=False"
 _PSUM = "bool use_psum_layout=False, SymInt? expected_m_for_psum_layout=None"
 
 _fp8_gemm_nt = Function("deep_gemm", "fp8_gemm_nt", "fp8_fp4_gemm_nt")
@@ -79,7 +78,7 @@ def _call_fp8_gemm_nt(
 
 
 fp8_gemm_nt = define_op(
-    f"fp8_gemm_nt({_SCALED}, Tensor? c=None, {_FP8}) -> ()",
+    f"fp8_gemm_nt({SCALED}, Tensor? c=None, {FP8_OPTIONS}) -> ()",
     fake=partial(_gemm_checks.check_gemm, "fp8_gemm_nt"),
     cpu=_gemm.dense,
     cuda=_call_fp8_gemm_nt,
@@ -94,7 +93,7 @@ def _call_bf16_gemm_nt(
 
 
 bf16_gemm_nt = define_op(
-    f"bf16_gemm_nt({_PLAIN}, Tensor? c=None, str? compiled_dims=None) -> ()",
+    f"bf16_gemm_nt({PLAIN}, Tensor? c=None, str? compiled_dims=None) -> ()",
     fake=partial(_gemm_checks.check_gemm, "bf16_gemm_nt"),
     cpu=_gemm.dense,
     cuda=_call_bf16_gemm_nt,
@@ -134,7 +133,7 @@ def _call_fp8_contiguous(
 
 
 m_grouped_fp8_gemm_nt_contiguous = define_op(
-    f"m_grouped_fp8_gemm_nt_contiguous({_SCALED}, Tensor grouped_layout, {_FP8}, {_PSUM}) -> ()",
+    f"m_grouped_fp8_gemm_nt_contiguous({SCALED}, Tensor grouped_layout, {FP8_OPTIONS}, {_PSUM}) -> ()",
     fake=partial(_gemm_checks.check_contiguous, "m_grouped_fp8_gemm_nt_contiguous"),
     cpu=_gemm.contiguous,
     cuda=_call_fp8_contiguous,
@@ -163,7 +162,7 @@ def _call_bf16_contiguous(
 
 
 m_grouped_bf16_gemm_nt_contiguous = define_op(
-    f"m_grouped_bf16_gemm_nt_contiguous({_PLAIN}, Tensor grouped_layout, str? compiled_dims=None, "
+    f"m_grouped_bf16_gemm_nt_contiguous({PLAIN}, Tensor grouped_layout, str? compiled_dims=None, "
     f"{_PSUM}) -> ()",
     fake=partial(_gemm_checks.check_contiguous, "m_grouped_bf16_gemm_nt_contiguous"),
     cpu=_gemm.contiguous,
@@ -201,7 +200,7 @@ def _call_fp8_masked(
 
 
 m_grouped_fp8_gemm_nt_masked = define_op(
-    f"m_grouped_fp8_gemm_nt_masked({_SCALED}, Tensor masked_m, SymInt expected_m, {_FP8}) -> ()",
+    f"m_grouped_fp8_gemm_nt_masked({SCALED}, Tensor masked_m, SymInt expected_m, {FP8_OPTIONS}) -> ()",
     fake=partial(_gemm_checks.check_masked, "m_grouped_fp8_gemm_nt_masked"),
     cpu=_gemm.masked,
     cuda=_call_fp8_masked,
@@ -220,13 +219,16 @@ def _call_einsum(
     c: Tensor | None = None,
     use_cublaslt: bool = False,
 ) -> None:
-    if expr == "bmk,bnk->mn":
-        _gemm_checks.check_sum_target("einsum", d, c)
+    _gemm_checks.check_sum_target("einsum", expr, d, c)
+    if c is not None and c.data_ptr() != d.data_ptr() and d.dtype == torch.float32:
+        # where d is used again, Inductor makes two tensors of one that is both; the library asserts that it is one
+        d.copy_(c)
+        c = d
     _einsum(expr, a, b, d, c=c, use_cublaslt=use_cublaslt)
 
 
 einsum = define_op(
-    f"einsum(str expr, {_PLAIN}, Tensor? c=None, bool use_cublaslt=False) -> ()",
+    f"einsum(str expr, {PLAIN}, Tensor? c=None, bool use_cublaslt=False) -> ()",
     fake=partial(_gemm_checks.check_einsum, "einsum"),
     cpu=_gemm.einsum,
     cuda=_call_einsum,
@@ -248,7 +250,7 @@ def _call_fp8_einsum(
 
 
 fp8_einsum = define_op(
-    f"fp8_einsum(str expr, {_SCALED}, Tensor? c=None, int[]? recipe=None) -> ()",
+    f"fp8_einsum(str expr, {SCALED}, Tensor? c=None, int[]? recipe=None) -> ()",
     fake=partial(_gemm_checks.check_einsum, "fp8_einsum"),
     cpu=_gemm.einsum,
     cuda=_call_fp8_einsum,

@@ -4,7 +4,7 @@ d[M, N] = A[M, K] @ B[K, N] (+ c), where the letters of a form say how A and B a
 
     nn: a [M, K], b [K, N]        tn: a [K, M], b [K, N]        tt: a [K, M], b [N, K]
 
-``deep_gemm`` has nt. Scales lie as their operand does: b_sf of nn is [K / 128, N / 128]. What the library leaves of
+``deep_gemm`` has nt. Scales lie as their operand does: b_sf of nn is [K / 128, N / 128]. The library's default of
 ``compiled_dims`` is "mn" for tn and tt, so that each M is a kernel of its own. On SM90 it takes FP8 operands only
 where K has stride 1, such as ``w.t()`` of a weight [N, K] for b of nn.
 """
@@ -20,13 +20,9 @@ import torch
 from fxwarm.ops import _gemm, _gemm_checks
 from fxwarm.ops._define import define_op
 from fxwarm.ops._library import Function
+from fxwarm.ops._schemas import BF16_OPTIONS, FP8_OPTIONS, PLAIN, SCALED
 
-_SCALED = "Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d"
-_PLAIN = "Tensor a, Tensor b, Tensor(d!) d"
-_OPTIONS = {
-    _SCALED: "int[]? recipe=None, str? compiled_dims=None, bool disable_ue8m0_cast=False",
-    _PLAIN: "str? compiled_dims=None",
-}
+_OPTIONS = {SCALED: FP8_OPTIONS, PLAIN: BF16_OPTIONS}
 
 
 def _define(
@@ -65,7 +61,7 @@ def _call_by_schema(function: Function, schema: str) -> Callable[..., None]:
     return call
 
 
-for _kind, _operands, _other in (("fp8", _SCALED, "fp8_fp4"), ("bf16", _PLAIN, "bf16")):
+for _kind, _operands, _other in (("fp8", SCALED, "fp8_fp4"), ("bf16", PLAIN, "bf16")):
     for _form in ("nn", "tn", "tt"):
         _define(
             f"{_kind}_gemm_{_form}",
@@ -87,8 +83,8 @@ for _kind, _operands, _other in (("fp8", _SCALED, "fp8_fp4"), ("bf16", _PLAIN, "
 
 m_grouped_bf16_gemm_nt_masked = _define(
     "m_grouped_bf16_gemm_nt_masked",
-    _PLAIN,
-    f"Tensor masked_m, SymInt expected_m, {_OPTIONS[_PLAIN]}",
+    PLAIN,
+    f"Tensor masked_m, SymInt expected_m, {_OPTIONS[PLAIN]}",
     fake=_gemm_checks.check_masked,
     cpu=_gemm.masked,
     other="bf16_m_grouped_gemm_nt_masked",
@@ -97,8 +93,8 @@ m_grouped_bf16_gemm_nt_masked = _define(
 
 fp8_gemm_nt_skip_head_mid = _define(
     "fp8_gemm_nt_skip_head_mid",
-    _SCALED,
-    f"int[] head_splits, {_OPTIONS[_SCALED]}",
+    SCALED,
+    f"int[] head_splits, {_OPTIONS[SCALED]}",
     fake=_gemm_checks.check_gemm,
     cpu=_gemm.skip_head_mid,
 )

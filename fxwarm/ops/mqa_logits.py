@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxwarm.exc import ShapeMismatchError
+from fxwarm.families.deep_gemm.entries import OF_DTYPE
 from fxwarm.ops._checks import Size, check_dtype, check_rank, check_shape, describe
 from fxwarm.ops._define import define_op
 from fxwarm.ops._library import Function
@@ -30,8 +31,8 @@ _ROW = 1024
 _mqa = Function("deep_gemm", "fp8_mqa_logits")
 _paged = Function("deep_gemm", "fp8_paged_mqa_logits")
 # FP4 queries with scales or FP8 ones without: the only ones that are told a dtype (DeepGEMM 2026)
-_mqa_of_dtype = Function("deep_gemm", "fp8_fp4_mqa_logits")
-_paged_of_dtype = Function("deep_gemm", "fp8_fp4_paged_mqa_logits")
+_mqa_of_dtype = Function("deep_gemm", OF_DTYPE["fp8_mqa_logits"])
+_paged_of_dtype = Function("deep_gemm", OF_DTYPE["fp8_paged_mqa_logits"])
 _metadata = Function("deep_gemm", "get_paged_mqa_logits_metadata")
 
 
@@ -67,8 +68,8 @@ def _logits_of(
     """Call ``plain``, or where ``options`` have another dtype than float32 ``of_dtype``, with queries without scales."""
     out: Tensor
     if options.get("logits_dtype") in (None, torch.float32):
-        options.pop("logits_dtype", None)
-        out = plain.resolve()(q, *rest, **options)
+        known = {name: value for name, value in options.items() if name != "logits_dtype"}
+        out = plain.resolve()(q, *rest, **known)
     else:
         function = of_dtype.resolve()
         of_dtype.require(options)

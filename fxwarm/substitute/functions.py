@@ -124,7 +124,7 @@ def bind(
     if constant(out.pop("q_sf", None)) is not None:
         raise Refused("its queries are FP4, for which there is no op")
     for name, value in given.items():
-        if name in known.optional and (name, str(constant(value))) != _LOGITS:
+        if name in known.optional and (name, str(constant(value))) != _FLOAT32_LOGITS:
             out[name] = value
         elif not _is_default(constant(value), name, defaults):
             raise Refused(f"the op has no argument {name}")
@@ -171,7 +171,10 @@ def take_refusals() -> tuple[Gap, ...]:
 
 _refused: dict[Gap, None] = {}
 _said: dict[Gap, None] = {}
-_LOGITS = ("logits_dtype", "torch.float32")  # a pybind11 function does not name it as its default
+_FLOAT32_LOGITS = (
+    "logits_dtype",
+    "torch.float32",
+)  # a pybind11 function does not name it as its default
 _QUIET = ("ensure_zero_padding", "fuse_grad_acc")
 """Arguments that change nothing that one may rely on: zeroed padding, and how gradients are added up."""
 
@@ -311,7 +314,7 @@ def _part_of(known: Substitute, name: str) -> str:
 def _is_default(value: Any, name: str, defaults: Mapping[str, Any]) -> bool:
     if value is UNKNOWN:
         return False
-    if value is None or name in _QUIET or (name, str(value)) == _LOGITS:
+    if value is None or name in _QUIET or (name, str(value)) == _FLOAT32_LOGITS:
         return True
     if name in defaults:
         return type(value) is type(defaults[name]) and bool(value == defaults[name])

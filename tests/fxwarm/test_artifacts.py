@@ -18,7 +18,7 @@ from fxwarm.artifacts import Parcel, WarmCallable
 from fxwarm.backend import fxwarm as backend
 from fxwarm.records import Target
 from fxwarm.warmup import Warmup
-from passes.records import Dim, KernelCall, ShapeSet, Site, Symbol, TensorSpec
+from passes.records import Dim, Gap, KernelCall, ShapeSet, Site, Symbol, TensorSpec
 from tests import load_models, toy_family
 from tests.cold import forget
 
@@ -213,6 +213,21 @@ def test_what_showed_only_after_dynamo_is_warm_too_and_travels():
     forget()
     WarmCallable.unpack(run, data)(X, W)
     assert jit() == ["load"] * 6
+
+
+def test_a_gap_that_showed_only_after_dynamo_travels_with_the_plan():
+    first, gap = (
+        WarmCallable(run, Warmup(s, options.resolve(), device=torch.device("cpu"), target=CPU))
+        for s in (shapes(), ShapeSet(gaps=(Gap("attention", "it plans at each call"),)))
+    )
+    first.after = gap
+    first(X, W)
+    data = first.pack()
+    forget()
+    assert len(msgspec.json.decode(data, type=Parcel).plan) == 3
+    WarmCallable.unpack(run, data)(X, W)
+    (report,) = fxwarm.reports()
+    assert report.status == "partial" and [g.op for g in report.gaps] == ["attention"]
 
 
 def test_it_warms_before_a_graph_is_captured(monkeypatch):

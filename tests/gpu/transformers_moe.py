@@ -6,7 +6,7 @@ Four layers of the widths of Qwen3-30B-A3B-FP8 with random fp8 weights, linears 
 (``experts_implementation="deepgemm"``), the Hub's kernels replaced by the installed DeepGEMM. Each backend has a process
 and caches of its own. They compile at the same time and are timed one after the other. Prefill is one sequence of up to
 ``--tokens`` tokens, decode one token of up to 256 sequences; Dynamo makes a graph for each, both before the timing
-begins. What is measured is kept as it comes, and at ``--budget`` seconds a run stops with what it has. Needs torch,
+begins. Both run with ``INDUCTOR`` and without cuDNN's attention, unless ``--cudnn``. What is measured is kept as it comes, and at ``--budget`` seconds a run stops with what it has. Needs torch,
 transformers, fxwarm's dependencies and a DeepGEMM on PYTHONPATH; no pytest. ``--small`` is a trial on a CPU, without any
 JIT.
 """
@@ -36,6 +36,8 @@ sys.path[:] = [
 ]
 
 LAYERS, SEQUENCES = 4, 256
+INDUCTOR = {"deterministic": True, "emulate_precision_casts": True}
+"""Settings of Inductor's for both backends, so that results can be equal."""
 TIMED = "timed"
 """File that says that the calls of the first backend have been timed."""
 WIDTHS = {
@@ -94,8 +96,10 @@ def batches(calls: int, tokens: int, sequences: int) -> list[tuple[int, int]]:
     return chosen
 
 
-def serve(backend: str, calls: int, tokens: int, small: bool, room: Path, end: float) -> None:
-    """Run one backend up to the time ``end``; write what it measures to ``room``, after each call."""
+def serve(args: argparse.Namespace) -> None:
+    """Run one backend up to the time ``args.end``; write what it measures to ``args.room``, after each call."""
+    backend, calls, tokens, small = args.backend, args.calls, args.tokens, args.small
+    room, end, cudnn = args.room, args.end, args.cudnn
     import torch
     from torch._dynamo.utils import counters
 
@@ -115,11 +119,11 @@ def serve(backend: str, calls: int, tokens: int, small: bool, room: Path, end: f
         part.replace(room / f"{backend}.json")
 
     # Inductor picks block sizes of reductions by timing, so that two runs of one backend differ in the last bit.
-    torch._inductor.config.deterministic = True
     # And a fusion keeps float32 where two kernels would round to bfloat16 between them.
-    torch._inductor.config.emulate_precision_casts = True
+    for name, value in INDUCTOR.items():
+        setattr(torch._inductor.config, name, value)
     # cuDNN plans attention for each new length, which is a gap of fxwarm's; what its message says to do is done here.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     use_deep_gemm()
     begin = time.perf_counter()
     model = make_model(small, device)
@@ -245,15 +249,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=285.0, help="seconds of one run")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--cudnn", action="store_true", help="leave attention to cuDNN")
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     parser.add_argument("--room", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.backend:
-        serve(args.backend, args.calls, args.tokens, args.small, args.room, args.end)
+        serve(args)
         return
     result = {
-        "date": time.strftime("%Y-%m-%d"), "versions": versions(args.small),
+        "date": time.strftime("%Y-%m-%d"), "versions": versions(args.small), "cudnn_attention": args.cudnn, "inductor": INDUCTOR,
         "command": f"python tests/gpu/transformers_moe.py --calls {args.calls} --tokens {args.tokens}",
         "model": f"Qwen3MoeForCausalLM, {LAYERS} layers, {SMALL if args.small else WIDTHS}", "runs": {},
     }  # fmt: skip
@@ -312,7 +317,7 @@ def start(name: str, room: Path, args: argparse.Namespace) -> tuple:
     log = room / f"{name}.log"
     with log.open("w") as stream:
         child = subprocess.Popen(
-            command + ["--small"] * args.small,
+            command + ["--small"] * args.small + ["--cudnn"] * args.cudnn,
             env=env,
             stdout=stream,
             stderr=stream,

@@ -139,17 +139,6 @@ UNCOVERED: dict[str, str] = {
 """Parts of names of DeepGEMM's other entry points: recognised, and reported as gaps."""
 
 
-def unsummed(expr: str, dtype: str, has_c: bool) -> str:
-    """Return why an einsum would end the process; empty where it would not.
-
-    The sum over the batch is added to a float32 d, and the library reads c without asking whether there is one
-    (``csrc/apis/einsum.hpp`` of 54e2261).
-    """
-    if expr.replace(" ", "") != "bmk,bnk->mn" or dtype != "float32" or has_c:
-        return ""
-    return "a float32 d of bmk,bnk->mn is added to, and without c the library crashes; zero d and pass it as c as well"
-
-
 _HOST = ("get_symm_buffer", "get_token_alignment", "transform_weights", "_")
 """Beginnings of names that hold such a part and compile nothing."""
 
@@ -159,6 +148,17 @@ def uncovered(name: str) -> str:
     if name in _SPELLINGS or name.startswith(_HOST):
         return ""
     return next((reason for part, reason in UNCOVERED.items() if part in name), "")
+
+
+def unsummed(expr: str, dtype: str, has_c: bool) -> str:
+    """Return why an einsum would end the process; empty where it would not.
+
+    The sum over the batch is added to a float32 d, and the library reads c without asking whether there is one
+    (``csrc/apis/einsum.hpp`` of 54e2261).
+    """
+    if expr.replace(" ", "") != "bmk,bnk->mn" or dtype != "float32" or has_c:
+        return ""
+    return "a float32 d of bmk,bnk->mn is added to, and without c the library crashes; zero d and pass it as c as well"
 
 
 _SPELLINGS: dict[str, str] = {name: e.op for e in ENTRIES.values() for name in e.names}

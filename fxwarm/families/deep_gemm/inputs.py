@@ -146,9 +146,8 @@ def arguments(
             ks = call.attr("ks")
             layout.copy_(torch.tensor(ks, dtype=layout.dtype))
     if "context_lens" in values:
-        values["context_lens"].fill_(
-            1
-        )  # where no sequence has a key, the schedule's kernel reads past its sums
+        # where no sequence has a key, the kernel of sgl-deep-gemm 0.1.5.post1 reads past its sums
+        values["context_lens"].fill_(1)
     if "masked_m" in values:
         rows = int(call["a"].dims[1])
         values["masked_m"].fill_(min(rows, int(str(call.attr("expected_m")))))

@@ -104,7 +104,7 @@ _EQUAL: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
 """Dims that are equal in ops without a GEMM's, or beside them: queries, keys, the sum of all K."""
 
 
-_LOGITS = ("float32", "bfloat16")
+_LOGITS_DTYPES = ("float32", "bfloat16")
 
 
 def check(
@@ -112,8 +112,8 @@ def check(
 ) -> None:
     """Raise ShapeMismatchError, with both shapes, if the tensors contradict each other."""
     dtype = attrs.get("logits_dtype", "float32")
-    if dtype not in _LOGITS:
-        known = " or ".join(_LOGITS)
+    if dtype not in _LOGITS_DTYPES:
+        known = " or ".join(_LOGITS_DTYPES)
         raise exc.ShapeMismatchError(f"{op}: logits_dtype is {dtype!r}; the library writes {known}")
     reason = unsummed(str(attrs.get("expr", "")), dtypes.get("d", ""), "c" in tensors)
     if reason:

@@ -25,14 +25,16 @@ from fxwarm.families.tilelang.worker import Answer, Task
 from fxwarm.records import Built, CompileKey, Planned, Target
 
 START = 120.0
-"""Seconds for the imports of the server: 4 s was the slowest start."""
+"""Seconds for the imports of the server: 8 s was the slowest start."""
 IDLE = 300.0
-"""Seconds after which a server that was started ahead, and got no task, is ended: a large model is traced in 50 s."""
+"""Seconds after which a server that was started ahead, and got no task, is ended. DeepSeek-V3 is traced in 50 s on 2 CPUs."""
 
 _OTHERS = ("CUDA_MODULE_LOADING", "MAX_JOBS", "TORCHINDUCTOR_", "TRITON_", "DG_", "DJ_")
 """Beginnings of variables that no TileLang build reads, and that others set while they work."""
 _BY_IMPORT = ("TVM_LIBRARY_PATH", "TL_CUTLASS_PATH", "TL_TEMPLATE_PATH")
 """Variables that the import of TileLang sets, in a server as in its parent."""
+_OWN_PATH = os.path.join("tilelang", "3rdparty")
+"""Part of what it adds to ``sys.path``."""
 
 _ahead: queue.SimpleQueue[_Server] = queue.SimpleQueue()
 """At most one server that imports, or has imported, and waits for tasks."""
@@ -134,7 +136,7 @@ class _Server:
 
     def __init__(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
-        self._environ = _environ()
+        self._environ, self._paths = _environ(), [*sys.path]
         self._process = _start(self._errors.fileno())
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._running: dict[CompileKey, contextlib.ExitStack] = {}
@@ -149,7 +151,8 @@ class _Server:
         here, there = _environ(), self._environ
         # what its own import set is no difference; a path that was the user's already is
         same = {n: v for n, v in here.items() if n in there or n not in _BY_IMPORT} == there
-        return self._process.poll() is None and same
+        added = [p for p in sys.path if p not in self._paths and _OWN_PATH not in p]
+        return self._process.poll() is None and same and not added
 
     def feed(self, tasks: list[Task], jobs: int) -> None:
         """Hand out each task when there is a slot for it."""

@@ -54,7 +54,7 @@ def _remembered(key: CompileKey, factory: Any, target: Target) -> tuple[Any, str
     if entry is None or not _is_believed(key, factory, target, entry):
         return None, ""
     try:
-        prim_func = jit.from_json(entry.to_json())
+        prim_func = jit.from_json(entry.read_tir())
         disk_key, _ = jit.disk_key(factory, prim_func, target)
     except Exception as error:  # TVM's own errors have no common base
         log.info(

@@ -46,7 +46,7 @@ class Entry(Record, frozen=True):
     """sha256 of the JSON: half a file must not reach TVM's parser."""
     schema: int = SCHEMA
 
-    def to_json(self) -> str:
+    def read_tir(self) -> str:
         """Return TVM's JSON. Raises ValueError for a damaged entry."""
         try:
             text = zlib.decompress(base64.b64decode(self.tir)).decode()

@@ -47,6 +47,7 @@ class _Child:
         self.task, self.begin, self.said, self.late = task, time.monotonic(), b"", False
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 (closed in answer)
         self.pipe, end = os.pipe()
+        gc.freeze()  # or a fork that looks for garbage copies the pages of all imports
         self.pid = os.fork()
         if not self.pid:
             self._compile(end)
@@ -55,6 +56,7 @@ class _Child:
     def _compile(self, end: int) -> NoReturn:
         """In the fork: build, say so, and never come back to the server's loop."""
         code = 1
+        gc.enable()
         try:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a compiler must not read the tasks
             os.dup2(self.words.fileno(), 1)
@@ -156,13 +158,12 @@ def make(key: CompileKey, target: Target) -> int:
 
 def main() -> None:
     """Serve the parent, with everything that libraries print on stdout sent to stderr."""
-    # What is imported stays, so looking for garbage in it costs one of 7 s, and a fork would copy the pages looked at.
+    # What is imported stays: to look for garbage in it takes one of 7 s.
     gc.disable()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     with contextlib.suppress(Exception):  # every task says so, too
         import tilelang  # noqa: F401  (before the first task comes)
-    gc.freeze()
     serve(0, answers)
     os.killpg(0, signal.SIGKILL)  # what still compiles, nobody waits for
 

@@ -219,3 +219,18 @@ def test_a_library_that_does_not_import_says_why(monkeypatch, tmp_path):
 def test_an_unknown_library_is_refused():
     with pytest.raises(LibraryError, match="known are deep_gemm"):
         ops.use_library("deepgemm", types.ModuleType("deepgemm"))
+
+
+def test_a_sum_over_the_batch_gets_d_as_c_also_where_a_compiler_made_two_of_them(installed):
+    calls = []
+
+    def function(expr, a, b, d, *, c, use_cublaslt=False):
+        calls.append((d, c))
+
+    installed("deep_gemm", einsum=function)
+    d, c = torch.zeros(2, 2), torch.full((2, 2), 3.0)
+    deep_gemm._call_einsum("bmk,bnk->mn", x, x, d, c)
+    ((given, added),) = calls
+    assert given is added is d and torch.equal(d, c)
+    with pytest.raises(ValueError, match="pass it as c as well"):
+        deep_gemm._call_einsum("bmk,bnk->mn", x, x, d)

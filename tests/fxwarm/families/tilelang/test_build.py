@@ -115,8 +115,12 @@ def test_the_parents_own_import_of_tilelang_leaves_the_server_current(fresh, mon
         monkeypatch.setenv("PYTHONPATH", "what TileLang adds for its own children")
         monkeypatch.setenv("TVM_LIBRARY_PATH", "of the import")
         monkeypatch.setenv("TL_CUTLASS_PATH", "of the import")
+        monkeypatch.syspath_prepend("site/tilelang/3rdparty/tvm/python")
         assert server.is_current()
-        monkeypatch.setenv("TL_TEMPLATE_PATH", "another of mine")
+        with monkeypatch.context() as changed:
+            changed.setenv("TL_TEMPLATE_PATH", "another of mine")
+            assert not server.is_current()
+        monkeypatch.syspath_prepend("factories of mine")  # the server could not import them
         assert not server.is_current()
     finally:
         server.end()

@@ -1,0 +1,10 @@
+"""Parts of schemas that DeepGEMM's GEMMs share, in the library's own names; each (tensor, scales) pair is flattened."""
+
+SCALED = "Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(d!) d"
+"""Operands with scales."""
+PLAIN = "Tensor a, Tensor b, Tensor(d!) d"
+"""Operands without."""
+FP8_OPTIONS = "int[]? recipe=None, str? compiled_dims=None, bool disable_ue8m0_cast=False"
+"""What a call with scales may set."""
+BF16_OPTIONS = "str? compiled_dims=None"
+"""What a call without scales may set."""
