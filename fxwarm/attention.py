@@ -14,10 +14,8 @@ import torch
 from passes.places import describe, place_of
 from passes.records import Gap
 
-_OPS = (
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
-)
+_FORWARD = "aten::_scaled_dot_product_cudnn_attention"
+_NAMES = (_FORWARD, f"{_FORWARD}_backward")
 _REASON = (
     "cuDNN plans attention anew for each shape that it has not seen (50 ms on an H200, 0.7 s where it also compiles), "
     "which no warmup covers; torch.backends.cuda.enable_cudnn_sdp(False) before the model is compiled chooses torch's own "
@@ -30,20 +28,24 @@ def find_cudnn_attention(gm: torch.fx.GraphModule) -> tuple[Gap, ...]:
     """Return a gap where ``gm`` calls cuDNN's attention with sizes that vary; what is static is planned with the first call."""
     for graph in (m.graph for m in gm.modules() if isinstance(m, torch.fx.GraphModule)):
         for node in graph.nodes:
-            if node.target in _OPS and _varies(node):
-                return (Gap(_OPS[0].name(), _REASON, describe(place_of(node))),)
+            if _name(node) in _NAMES and _varies(node):
+                return (Gap(_FORWARD, _REASON, describe(place_of(node))),)
     return ()
 
 
 def attends(gm: torch.fx.GraphModule) -> bool:
-    """Return whether Dynamo's graph has attention on a CUDA device, whose implementation torch chooses later."""
-    return any(
+    """Return whether Dynamo's graph has attention on a CUDA device for which torch may yet choose cuDNN's."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and any(
         node.target is torch.nn.functional.scaled_dot_product_attention
         and any(_is_cuda(n) for n in node.all_input_nodes)
         for m in gm.modules()
         if isinstance(m, torch.fx.GraphModule)
         for node in m.graph.nodes
     )
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_cuda(node: torch.fx.Node) -> bool:

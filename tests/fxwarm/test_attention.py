@@ -76,4 +76,10 @@ def test_attention_of_dynamos_graph_counts_on_a_cuda_device(device, seen):
         q.meta["example_value"] = torch.empty(2, 4, 16, 64, device=device)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     graph.output(graph.call_function(sdpa, (q, q, q)))
-    assert attends(torch.fx.GraphModule({}, graph)) is seen
+    gm = torch.fx.GraphModule({}, graph)
+    assert attends(gm) is seen
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert not attends(gm)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
