@@ -223,12 +223,15 @@ class Warmup:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
+        from fxwarm.monitor import watchers  # imports this module
+
         token = object()
         _at_work.add(token)
         try:
             with options.use(self.options):
                 yield
         finally:
+            watchers.drain()  # what a watcher is told late would look like work of the model's
             _at_work.discard(token)
 
     def make_plan(

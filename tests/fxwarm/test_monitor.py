@@ -90,6 +90,17 @@ def test_a_full_pass_over_planned_sizes_gives_no_event():
     assert not seen
 
 
+def test_what_a_warmup_did_is_told_while_it_is_at_work():
+    """Told late, a load of its own would look like one of the call that compiled."""
+    at_work: list[bool] = []
+    end = watchers.on_drain(lambda: at_work.append(warmup.is_at_work()))
+    try:
+        make_warm()
+    finally:
+        end()
+    assert at_work and all(at_work)
+
+
 @torch.no_grad()
 def test_warn_names_op_key_shape_place_and_seconds_once_and_the_result_is_right(caplog):
     """vllm-project/vllm#43009"""
