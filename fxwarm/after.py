@@ -99,7 +99,7 @@ class AfterDynamo:
             found = ShapeSet(calls=tuple(c for c, _ in kept), sites=tuple(s for _, s in kept))
         gaps = (*found.gaps, *find_cudnn_attention(gm))
         found = ShapeSet(calls=found.calls, sites=found.sites, gaps=gaps) - self._seen - self.shapes
-        self.shapes = self.shapes | ShapeSet(calls=found.calls, sites=found.sites, gaps=found.gaps)
+        self.shapes = self.shapes | found
         if self._late:
             self._keep()
             self._warm(found)

@@ -149,9 +149,9 @@ class WarmCallable(_Base):
         if self.after is not None:
             beyond = self.after.warmup.shapes
             shapes |= beyond
-            if beyond.calls or plan is None:
-                plan = None  # more calls have another plan
-            else:
+            if beyond.calls:  # more calls have another plan
+                plan = None
+            elif plan is not None:
                 gaps = tuple(dict.fromkeys((*plan.gaps, *beyond.gaps)))
                 plan = msgspec.structs.replace(plan, shapes=shapes, gaps=gaps)
         index = {call: i for i, call in enumerate(shapes.calls)}

@@ -9,8 +9,11 @@ range is possible; torch's other implementations have none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from passes.graphs import value_of
 from passes.places import describe, place_of
 from passes.records import Gap
 
@@ -26,10 +29,9 @@ _REASON = (
 
 def find_cudnn_attention(gm: torch.fx.GraphModule) -> tuple[Gap, ...]:
     """Return a gap where ``gm`` calls cuDNN's attention with sizes that vary; what is static is planned with the first call."""
-    for graph in (m.graph for m in gm.modules() if isinstance(m, torch.fx.GraphModule)):
-        for node in graph.nodes:
-            if _name(node) in _NAMES and _varies(node):
-                return (Gap(_FORWARD, _REASON, describe(place_of(node))),)
+    for node in _nodes(gm):
+        if _name(node) in _NAMES and _varies(node):
+            return (Gap(_FORWARD, _REASON, describe(place_of(node))),)
     return ()
 
 
@@ -37,27 +39,26 @@ def attends(gm: torch.fx.GraphModule) -> bool:
     """Return whether Dynamo's graph has attention on a CUDA device for which torch may yet choose cuDNN's."""
     return torch.backends.cuda.cudnn_sdp_enabled() and any(
         node.target is torch.nn.functional.scaled_dot_product_attention
-        and any(_is_cuda(n) for n in node.all_input_nodes)
-        for m in gm.modules()
-        if isinstance(m, torch.fx.GraphModule)
-        for node in m.graph.nodes
+        and any(tensor.device.type == "cuda" for tensor in _tensors(node))
+        for node in _nodes(gm)
     )
+
+
+def _nodes(gm: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of ``gm`` and of the bodies within."""
+    for module in gm.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from module.graph.nodes
 
 
 def _name(node: torch.fx.Node) -> str:
     return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def _is_cuda(node: torch.fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    values = (value_of(n) for n in node.all_input_nodes)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _varies(node: torch.fx.Node) -> bool:
-    values = (n.meta.get("val") for n in node.all_input_nodes)
-    return any(
-        not isinstance(size, int)
-        for value in values
-        if isinstance(value, torch.Tensor)
-        for size in value.shape
-    )
+    return any(not isinstance(size, int) for tensor in _tensors(node) for size in tensor.shape)

@@ -35,6 +35,11 @@ def test_a_link_leads_somewhere(path):
     assert (ROOT / path).exists()
 
 
+def test_a_mark_means_one_file():
+    marks = re.findall(r"^(\[.\]): \S+$", TEXT, re.MULTILINE)
+    assert len(marks) == len(set(marks))
+
+
 def test_each_row_of_numbers_is_in_a_committed_result():
     files = dict(re.findall(r"^(\[.\]): (\S+)$", TEXT, re.MULTILINE))
     rows = re.findall(r"^\| .* (\[.\]) \|(.*)\|$", TEXT, re.MULTILINE)

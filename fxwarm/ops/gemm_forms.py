@@ -44,19 +44,17 @@ def _call_by_schema(function: Function, schema: str) -> Callable[..., None]:
     """Return what calls ``function``: operands as pairs with their scales, and by name what has a default."""
     arguments = torch._C.parse_schema(f"fxwarm::{schema}").arguments
     names = [a.name for a in arguments]
-    required = [
-        a.name for a in arguments if not a.has_default_value() and not a.name.endswith("_sf")
-    ]
+    required = sum(not a.has_default_value() for a in arguments)
+    options = names[required:]
+    is_scaled = "a_sf" in names
 
     def call(*args: Any, **kwargs: Any) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        for name in ("a", "b"):
-            if f"{name}_sf" in given:
-                given[name] = given[name], given.pop(f"{name}_sf")
-        for name, value in given.items():
-            if isinstance(value, list):  # pybind11 takes none for a tuple
-                given[name] = tuple(value)
-        function(*[given.pop(name) for name in required], **given)
+        # pybind11 takes no list for a tuple
+        given = [tuple(v) if isinstance(v, list) else v for v in args[:required]]
+        if is_scaled:
+            given[:4] = [(given[0], given[1]), (given[2], given[3])]
+        more = {**dict(zip(options, args[required:], strict=False)), **kwargs}
+        function(*given, **{n: tuple(v) if isinstance(v, list) else v for n, v in more.items()})
 
     return call
 

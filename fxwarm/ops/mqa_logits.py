@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxwarm.exc import ShapeMismatchError
-from fxwarm.families.deep_gemm.entries import OF_DTYPE
+from fxwarm.families.deep_gemm.entries import LOGITS_DTYPES, OF_DTYPE
 from fxwarm.ops._checks import Size, check_dtype, check_rank, check_shape, describe
 from fxwarm.ops._define import define_op
 from fxwarm.ops._library import Function
@@ -49,9 +49,10 @@ def _up(size: Size, dtype: torch.dtype | None) -> Size:
 
 
 def _check_logits(op: str, dtype: torch.dtype | None) -> None:
-    if dtype not in (None, torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        raise ShapeMismatchError(f"{op}: logits_dtype is {name}; give float32 or bfloat16")
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in LOGITS_DTYPES:
+        known = " or ".join(LOGITS_DTYPES)
+        raise ShapeMismatchError(f"{op}: logits_dtype is {name}; give {known}")
 
 
 def _as_promised(out: Tensor, stride: int) -> Tensor:

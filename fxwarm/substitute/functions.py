@@ -171,10 +171,8 @@ def take_refusals() -> tuple[Gap, ...]:
 
 _refused: dict[Gap, None] = {}
 _said: dict[Gap, None] = {}
-_FLOAT32_LOGITS = (
-    "logits_dtype",
-    "torch.float32",
-)  # a pybind11 function does not name it as its default
+_FLOAT32_LOGITS = ("logits_dtype", "torch.float32")
+"""A default that a pybind11 function does not name."""
 _QUIET = ("ensure_zero_padding", "fuse_grad_acc")
 """Arguments that change nothing that one may rely on: zeroed padding, and how gradients are added up."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,12 +115,14 @@ def _users() -> list[Any]:
 
 def _bundle(home: Any) -> Any:
     """Return transformers' own record of kernels, filled with our ops. What has none raises when called."""
+    import fxwarm.ops  # noqa: F401  (defines the ops)
+
     given = {
         "fp8_fp4_matmul": _linear,
-        "grouped_fp8_fp4_matmul_nt": _grouped,
-        "grouped_fp8_fp4_matmul_nn": _grouped_nn,
-        "grouped_bf16_matmul_nt": _grouped_bf16,
-        "grouped_bf16_matmul_nn": _grouped_bf16_nn,
+        "grouped_fp8_fp4_matmul_nt": _grouped("nt"),
+        "grouped_fp8_fp4_matmul_nn": _grouped("nn"),
+        "grouped_bf16_matmul_nt": _grouped_bf16("nt"),
+        "grouped_bf16_matmul_nn": _grouped_bf16("nn"),
         "per_token_cast_to_fp8": _cast,
         "m_alignment": ALIGNMENT,
     }
@@ -133,36 +135,32 @@ def _linear(a: Pair, b: Pair, d: Tensor, recipe: Any = None) -> None:
     torch.ops.fxwarm.fp8_gemm_nt(a[0], a[1], b[0], b[1], d, recipe=recipe)
 
 
-def _grouped(  # noqa: PLR0917 (the library's order)
-    a: Pair, b: Pair, d: Tensor, layout: Tensor, recipe: Any = None, use_psum_layout: bool = False
-) -> None:
-    torch.ops.fxwarm.m_grouped_fp8_gemm_nt_contiguous(
-        a[0], a[1], b[0], b[1], d, layout, recipe=recipe, use_psum_layout=use_psum_layout
-    )
+def _grouped(form: str) -> Callable[..., None]:
+    """Return transformers' grouped call for weights stored in ``form``, "nt" or "nn"."""
+    op = getattr(torch.ops.fxwarm, f"m_grouped_fp8_gemm_{form}_contiguous")
+
+    def call(  # noqa: PLR0917 (the library's order)
+        a: Pair,
+        b: Pair,
+        d: Tensor,
+        layout: Tensor,
+        recipe: Any = None,
+        use_psum_layout: bool = False,
+    ) -> None:
+        op(a[0], a[1], b[0], b[1], d, layout, recipe=recipe, use_psum_layout=use_psum_layout)
+
+    return call
 
 
-def _grouped_nn(  # noqa: PLR0917 (the library's order)
-    a: Pair, b: Pair, d: Tensor, layout: Tensor, recipe: Any = None, use_psum_layout: bool = False
-) -> None:
-    torch.ops.fxwarm.m_grouped_fp8_gemm_nn_contiguous(
-        a[0], a[1], b[0], b[1], d, layout, recipe=recipe, use_psum_layout=use_psum_layout
-    )
+def _grouped_bf16(form: str) -> Callable[..., None]:
+    op = getattr(torch.ops.fxwarm, f"m_grouped_bf16_gemm_{form}_contiguous")
 
+    def call(
+        a: Tensor, b: Tensor, d: Tensor, layout: Tensor, use_psum_layout: bool = False
+    ) -> None:
+        op(a, b, d, layout, use_psum_layout=use_psum_layout)
 
-def _grouped_bf16(
-    a: Tensor, b: Tensor, d: Tensor, layout: Tensor, use_psum_layout: bool = False
-) -> None:
-    torch.ops.fxwarm.m_grouped_bf16_gemm_nt_contiguous(
-        a, b, d, layout, use_psum_layout=use_psum_layout
-    )
-
-
-def _grouped_bf16_nn(
-    a: Tensor, b: Tensor, d: Tensor, layout: Tensor, use_psum_layout: bool = False
-) -> None:
-    torch.ops.fxwarm.m_grouped_bf16_gemm_nn_contiguous(
-        a, b, d, layout, use_psum_layout=use_psum_layout
-    )
+    return call
 
 
 def _cast(

@@ -164,8 +164,9 @@ def warm(hidden: int, jobs: int, family: str, layers: int) -> dict[str, Any]:
     """Trace and warm the kernels of ``family``, or of both; return what it took.
 
     Behind ``torch.compile`` the model is traced twice, and what asks and builds starts, and imports, when the backend has
-    seen the first trace: here the first has one layer, the second all. The libraries are imported here before the builds, so that import, build and load are told
-    apart. One family is planned, then built; both are planned and built at once.
+    seen the first trace: here the first has one layer, the second all. The libraries are imported here before the
+    builds, so that import, build and load are told apart. One family is planned, then built; both are planned and built
+    at once.
     """
     import torch
 
@@ -414,6 +415,8 @@ def describe() -> dict[str, Any]:
 
 def main() -> int:
     """Run the phases, write the figures, print a table."""
+    from tests.gpu.figures import write
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -465,8 +468,7 @@ def main() -> int:
             result["without"] = spawn(args, "without", Path(folder))
     result |= describe()
     result |= {**cold, "cold_s": cold.get("seconds"), "warm_s": again.get("seconds"), "warm": again}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     print(table(result))
     kept = (
         not cold.get("jit_after", 1) and not again.get("jit_after", 1) and not again.get("built", 1)

@@ -6,9 +6,9 @@ Four layers of the widths of Qwen3-30B-A3B-FP8 with random fp8 weights, linears 
 (``experts_implementation="deepgemm"``), the Hub's kernels replaced by the installed DeepGEMM. Each backend has a process
 and caches of its own. They compile at the same time and are timed one after the other. Prefill is one sequence of up to
 ``--tokens`` tokens, decode one token of up to 256 sequences; Dynamo makes a graph for each, both before the timing
-begins. Both run with ``INDUCTOR`` and without cuDNN's attention, unless ``--cudnn``. What is measured is kept as it comes, and at ``--budget`` seconds a run stops with what it has. Needs torch,
-transformers, fxwarm's dependencies and a DeepGEMM on PYTHONPATH; no pytest. ``--small`` is a trial on a CPU, without any
-JIT.
+begins. Both run with ``INDUCTOR`` and without cuDNN's attention, unless ``--cudnn``. What is measured is kept as it comes,
+and at ``--budget`` seconds a run stops with what it has. Needs torch, transformers, fxwarm's dependencies and a DeepGEMM on
+PYTHONPATH; no pytest. ``--small`` is a trial on a CPU, without any JIT.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def main() -> None:
         return
     result = {
         "date": time.strftime("%Y-%m-%d"), "versions": versions(args.small), "cudnn_attention": args.cudnn, "inductor": INDUCTOR,
-        "command": f"python tests/gpu/transformers_moe.py --calls {args.calls} --tokens {args.tokens}",
+        "command": f"python tests/gpu/transformers_moe.py --calls {args.calls} --tokens {args.tokens}" + " --cudnn" * args.cudnn,
         "model": f"Qwen3MoeForCausalLM, {LAYERS} layers, {SMALL if args.small else WIDTHS}", "runs": {},
     }  # fmt: skip
     result["card"] = result["versions"].get("card", "")

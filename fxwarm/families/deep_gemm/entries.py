@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ENTRIES",
+    "LOGITS_DTYPES",
     "NO_MODEL",
     "OF_DTYPE",
     "UNCOVERED",
@@ -116,6 +117,8 @@ OF_DTYPE: dict[str, str] = {
     "fp8_paged_mqa_logits": "fp8_fp4_paged_mqa_logits",
 }
 """Canonical op -> the function that takes FP8 queries as (q, None), and alone is told the dtype of the logits."""
+LOGITS_DTYPES = ("float32", "bfloat16")
+"""What logits may be; the first where nothing is said."""
 
 NO_MODEL: dict[str, str] = {
     "fp8_gemm_nt_skip_head_mid": "its epilogue is part of the kernel and is not modelled",
@@ -137,7 +140,6 @@ UNCOVERED: dict[str, str] = {
     "get_mn_major_tma_aligned": "its layout kernels are planned with a GEMM only",
 }
 """Parts of names of DeepGEMM's other entry points: recognised, and reported as gaps."""
-
 
 _HOST = ("get_symm_buffer", "get_token_alignment", "transform_weights", "_")
 """Beginnings of names that hold such a part and compile nothing."""

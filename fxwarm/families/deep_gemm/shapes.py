@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fxwarm import exc
-from fxwarm.families.deep_gemm.entries import unsummed
+from fxwarm.families.deep_gemm.entries import LOGITS_DTYPES, unsummed
 
 if TYPE_CHECKING:
     from passes.calls import SymTensor
@@ -104,16 +104,13 @@ _EQUAL: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
 """Dims that are equal in ops without a GEMM's, or beside them: queries, keys, the sum of all K."""
 
 
-_LOGITS_DTYPES = ("float32", "bfloat16")
-
-
 def check(
     op: str, tensors: Mapping[str, Shape], dtypes: Mapping[str, str], attrs: Mapping[str, Any]
 ) -> None:
     """Raise ShapeMismatchError, with both shapes, if the tensors contradict each other."""
     dtype = attrs.get("logits_dtype", "float32")
-    if dtype not in _LOGITS_DTYPES:
-        known = " or ".join(_LOGITS_DTYPES)
+    if dtype not in LOGITS_DTYPES:
+        known = " or ".join(LOGITS_DTYPES)
         raise exc.ShapeMismatchError(f"{op}: logits_dtype is {dtype!r}; the library writes {known}")
     reason = unsummed(str(attrs.get("expr", "")), dtypes.get("d", ""), "c" in tensors)
     if reason:
